@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import logging
 import os
 import weakref
@@ -67,9 +68,10 @@ def create(options: Any, dimension: Any) -> FtProcessGroup:
         group = meeting.joined()
     else:
         group = meeting.join_by_store(options.store, options.group_rank, options.group_size, options.timeout)
-    calls, end = _beneath(group, ranks, dimension, f"torch {name}", seconds)
+    calls, members, end = _beneath(group, ranks, dimension, f"torch {name}", seconds)
     made = FtProcessGroup(calls, seconds, name=name, end=end if ranks else _leaving(end), split=split)
-    _follow(made, calls, group, ranks)
+    if not ranks or isinstance(dist.group.WORLD, FtProcessGroup):  # else the world is one replica, whose ranks stay
+        _follow(made, members, group)
     return made
 
 
@@ -89,54 +91,57 @@ def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: st
     group = ftcomm.group.default_group()
     _check(timeout)
     name = f"{parent.group_name} split {parent.splits} {wanted}" if name is None else name
-    calls, end = _beneath(group, wanted, None, f"torch {name}", timeout)
+    calls, members, end = _beneath(group, wanted, None, f"torch {name}", timeout)
     made = FtProcessGroup(calls, timeout, name=name, end=end, split=split)
-    _follow(made, calls, group, wanted)
+    _follow(made, members, group)
     return made
 
 
-def _follow(made: FtProcessGroup, calls: Any, group: Any, ranks: Sequence[int]) -> None:
-    """Let torch know the ranks of the world in a group within this replica, whatever becomes of other replicas."""
-    if not isinstance(calls, StaticGroup) or not isinstance(dist.group.WORLD, FtProcessGroup):
-        return  # it is no group within a replica, or the world of torch is one replica, whose ranks stay
-    if {group.roster[rank // group.shards] for rank in ranks} == {group.replica}:
-        world_ranks.remember(made, [rank % group.shards for rank in ranks])
-        group.internals.on_roster = functools.partial(world_ranks.follow, group)
+def _follow(made: FtProcessGroup, members: world_ranks.Members, group: Any) -> None:
+    """Let torch know the ranks of the world that are in a group, whatever becomes of replicas."""
+    world_ranks.remember(made, members)
+    group.internals.on_roster = functools.partial(world_ranks.follow, group)
 
 
 def _beneath(
     group: Any, ranks: list[int], dimension: Dimension | None, name: str, timeout: float
-) -> tuple[Any, Callable[[], None]]:
-    """Returns the calls for the group of `ranks`, all of them if empty, and what to do at its end."""
+) -> tuple[Any, world_ranks.Members, Callable[[], None]]:
+    """Returns the calls for the group of `ranks`, all of them if empty, who is in it, and what to do at its end."""
     shards: int = group.shards
     first = shards > 1 and dimension is Dimension.REPLICATE and not _meshes
     if first:
         _meshes.add(group)
     if first or dimension is Dimension.ACROSS or (shards == 1 and not ranks):
         _warn_if_short(timeout, group.settings.timeouts)
-        return Replicas(group, group.internals), functools.partial(_meshes.discard, group)
+        end = functools.partial(_meshes.discard, group)
+        return Replicas(group, group.internals), _product(group, [group.shard]), end
     members = [(group.roster[rank // shards], rank % shards) for rank in ranks or range(len(group.roster) * shards)]
     replicas, places = sorted({replica for replica, _ in members}), sorted({place for _, place in members})
     product = [(replica, place) for replica in replicas for place in places]
     in_one = dimension is Dimension.SHARD or len(replicas) == 1 < len(group.roster)
     if in_one or members != product:
         static = StaticGroup.in_job(group, name, members, op_timeout=timeout)
-        return static, static.close
+        return static, lambda: members, static.close
     _warn_if_short(timeout, group.settings.timeouts)
     everybody = tuple(replicas) == group.roster
     # All possible replicas: one that is away now is in it again when it comes back.
     across = group.subgroup(name, range(group.replicas) if everybody else replicas)
     if len(places) == 1:
-        return Replicas(across, group.internals), across.close
+        return Replicas(across, group.internals), _product(across, places), across.close
     inside = StaticGroup.in_job(group, f"{name}, inside", [(group.replica, place) for place in places])
     grid = Grid(Replicas(across, group.internals), inside, group.internals.when)
 
-    def end() -> None:
+    def end_both() -> None:
         inside.close()
         across.close()
         grid.close()
 
-    return grid, end
+    return grid, _product(across, places), end_both
+
+
+def _product(across: Any, places: Sequence[int]) -> world_ranks.Members:
+    """Returns what tells the members at these places of all replicas of a group that follows the job."""
+    return lambda: itertools.product(across.roster, places)
 
 
 def _leaving(end: Callable[[], None]) -> Callable[[], None]:

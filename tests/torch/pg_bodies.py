@@ -25,6 +25,7 @@ from ftcomm.errors import ArgumentError, FtcommError, LostError
 from ftcomm.torch.mesh import init_device_mesh
 
 from ..process.job import DEADLINE, Notes
+from .bodies import steps_until_told
 
 OPS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: lambda x: x.sum(0),
@@ -596,3 +597,35 @@ def as_torch_expects(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
         assert (z.item(), dist.get_world_size(apart)) == (1.0, 1)
     notes.write(kind="done")
     dist.destroy_process_group()
+
+
+def ranks_across_replicas(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Groups of two of three replicas and of all, in every step of which torch's ranks have to be right."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    world = dist.group.WORLD
+    shards, roster = group.shards, group.roster
+    both = range(shards)
+    wanted: dict[str, tuple[set[int], Any]] = {
+        "rows": ({1, 2}, both), "column": ({1, 2}, [group.shard]), "all": ({0, 1, 2}, both), "static": ({1}, both)
+    }  # fmt: skip
+    pgs: dict[str, Any] = {"world": (world, {0, 1, 2}, both)}
+    for name, (replicas, places) in wanted.items():
+        ranks = [roster.index(r) * shards + place for r in sorted(replicas) for place in places]
+        made = dist.new_group(ranks)
+        if group.replica in replicas:
+            pgs[name] = made, replicas, places
+    for step in steps_until_told(group, arguments, {}):
+        for name, (pg, replicas, places) in pgs.items():
+            there = [r for r in group.roster if r in replicas]
+            ranks = [group.roster.index(r) * shards + place for r in there for place in places]
+            me = there.index(group.replica) * len(places) + list(places).index(group.shard)
+            assert dist.get_process_group_ranks(pg) == ranks, (name, dist.get_process_group_ranks(pg), ranks)
+            assert (dist.get_rank(pg), dist.get_world_size(pg)) == (me, len(ranks)), (name, dist.get_rank(pg), me)
+            assert [dist.get_global_rank(pg, i) for i in range(len(ranks))] == ranks, name
+            x = torch.tensor([float(group.replica)])
+            dist.broadcast(x, src=ranks[-1], group=pg)
+            assert x.item() == max(replicas), (name, x)
+        notes.write(kind="step", step=step, roster=group.roster, digest="")
+        time.sleep(0.01)
+    notes.write(kind="final", digest="", contributes=group.contributes)

@@ -19,6 +19,7 @@ from ftcomm.torch.meeting import join_by_store
 
 from ..process.job import Job, only_on_host
 from . import pg_bodies as bodies
+from .test_steps import ENDLESS, end_together, stepped
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
@@ -140,6 +141,25 @@ def test_groups_of_some_replicas_live_on(tmp_path: Path, ranks: int) -> None:
                 there = [(r, s) for r in seats if r in among for s in own]
                 assert (place, size) == (there.index((replica, rank)), len(there)), (replica, note)
     assert {name for replica, _, note in did for name in note["said"] if replica == 0} == {"world", "row", "column"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_across_replicas_know_the_ranks_of_the_world_that_they_have_now(tmp_path: Path, ranks: int) -> None:
+    """After the replica before them is lost, and after it is back."""
+    with Job(tmp_path, replicas=3, ranks=ranks, body=bodies.ranks_across_replicas, steps=ENDLESS) as job:
+        job.wait_contributing({0, 1, 2})
+        stepped(job, 3, {0, 1, 2})
+        seen = len(job.events)
+        job.kill(0)
+        stepped(job, 5, {1, 2})
+        job.start(0)
+        job.wait_contributing({0, 1, 2}, since=seen)
+        stepped(job, 5, {0, 1, 2})
+        end_together(job, {0, 1, 2})
+    rosters = [note["roster"] for replica, _, note in job.notes() if note["kind"] == "step" and replica == 1]
+    assert [0, 1, 2] in rosters[:3]
+    assert [1, 2] in rosters
+    assert rosters[-1] == [0, 1, 2]
 
 
 SCRIPT = """
