@@ -201,8 +201,8 @@ class Emulation:
     def _parts(self) -> list[ControlPart]:
         return [self.coordinator, *self.leaders.values(), *self.light]
 
-    def _progress(self, words: str) -> None:
-        self._report.progress(words, self._done / self._steps)
+    def _progress(self, text: str) -> None:
+        self._report.progress(text, self._done / self._steps)
         self._done += 1
 
     async def start(self) -> None:

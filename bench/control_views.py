@@ -158,9 +158,9 @@ class ViewsJob:
         """Rank 1 of replica 0 has ended; its leader sees it, and its column."""
         lost = self.replicas[0]
         self._leader_does(lost, lambda: lost.leader.rank_lost(1, "its process has ended"))
-        word = m.encode(m.Suspect(0, lost.leader.incarnation, "its process has ended", True, 1))
+        message = m.encode(m.Suspect(0, lost.leader.incarnation, "its process has ended", True, 1))
         for number in range(1, self.request.replicas):
-            self._later(self._from_rank, self.replicas[number], 1, word)
+            self._later(self._from_rank, self.replicas[number], 1, message)
 
     def ends(self, number: int) -> None:
         """The leader of a replica has ended, too."""

@@ -143,8 +143,8 @@ class BenchReport:
         for text in texts if self.speaks else ():
             self._bar.line(text)
 
-    def progress(self, words: str, share: float) -> None:
-        self._bar.update(words, share)
+    def progress(self, text: str, share: float) -> None:
+        self._bar.update(text, share)
 
     def save(self) -> None:
         """Write the JSON now, too: an experiment of hours may be killed."""

@@ -37,8 +37,8 @@ class ProgressBar:
     ) -> None:
         self._bar.stop()
 
-    def update(self, words: str, fraction: float) -> None:
-        self._bar.update(self._task, description=words, completed=fraction)
+    def update(self, text: str, fraction: float) -> None:
+        self._bar.update(self._task, description=text, completed=fraction)
 
     def line(self, text: str) -> None:
         """A line of the result: the bar makes room for it."""

@@ -436,9 +436,10 @@ class Group(Calls):
         come is removed as a stall before.
         """
         from ftcomm.subgroup import Subgroup
+        from ftcomm.subgroup_internals import SubgroupInternals
 
         own_process()
-        made = Subgroup(
+        inside = SubgroupInternals(
             self,
             name,
             replicas,
@@ -447,12 +448,12 @@ class Group(Calls):
             on_lost=self._lost,
             on_failed=self._failed,
             on_divergence=self._diverged,
-            on_closed=self._left,
         )
+        made = Subgroup(inside, self._left)
         with self._replacing:
             self._subgroups = (*self._subgroups, made)
         try:
-            made.internals.begin(self.settings.init_timeout)
+            inside.begin(self.settings.init_timeout)
         except BaseException:
             made.close()
             raise

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftcomm.calls import Calls
-from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.control import fork
 from ftcomm.p2p.calls import JobProgressEngine
-from ftcomm.subgroup_internals import PARTING, Dial, SubgroupInternals
-from ftcomm.transport.base import Lost
-
-if TYPE_CHECKING:
-    from ftcomm.group import Group
+from ftcomm.subgroup_internals import PARTING, SubgroupInternals
 
 
 class Subgroup(Calls):
@@ -32,34 +27,11 @@ class Subgroup(Calls):
     _exchange: Exchange
     _p2p: JobProgressEngine
 
-    def __init__(
-        self,
-        group: Group,
-        name: str,
-        replicas: Collection[int],
-        *,
-        dial: Dial,
-        on_stall: Callable[[int, int, tuple[int, ...], float], None],
-        on_lost: Lost,
-        on_failed: Callable[[BaseException], None],
-        on_divergence: Callable[[Divergence], None],
-        on_closed: Callable[[Subgroup], None],
-    ) -> None:
-        """See `Group.subgroup`, and `SubgroupInternals` for what is not said there."""
-        self.internals = inside = SubgroupInternals(
-            group,
-            name,
-            replicas,
-            dial=dial,
-            on_stall=on_stall,
-            on_lost=on_lost,
-            on_failed=on_failed,
-            on_divergence=on_divergence,
-        )
-        super().__init__(len(replicas))
-        self._group, self._on_closed = group, on_closed
-        self.name = name
-        self.replica = self._me = group.replica
+    def __init__(self, inside: SubgroupInternals, on_closed: Callable[[Subgroup], None]) -> None:
+        self.internals, self._on_closed = inside, on_closed
+        super().__init__(inside.size)
+        self.name = inside.name
+        self.replica = self._me = inside.replica
         self._exchange, self._p2p = inside.exchange, inside.p2p
 
     def __str__(self) -> str:
@@ -72,18 +44,20 @@ class Subgroup(Calls):
 
     @property
     def roster(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.internals.among(self._group.roster)
+        return self.internals.roster
 
     @property
     def contributors(self) -> tuple[int, ...]:
         """The contributors among these."""
-        return self.internals.among(self._group.contributors) or self.roster
+        return self.internals.contributors
 
-    def close(self, until: float | None = None) -> None:
+    def close(self) -> None:
         """Leave the group; idempotent. Ops in flight fail, but for those that others may have returned. Blocks until
         the others run in the view in which this member does, until what was sent is received, and until such ops have
-        returned, for 2 seconds each. With `until`, a time of `time.monotonic`, it waits no longer than that for the
-        first of these."""
+        returned, for 2 seconds each."""
+        self._close(None)
+
+    def _close(self, until: float | None) -> None:
         if fork.is_child():
             return
         self.internals.close(until)
@@ -109,4 +83,4 @@ def close_all(groups: Collection[Subgroup]) -> None:
     """Close groups of this rank together: what each waits for happens at the same time."""
     until = time.monotonic() + PARTING
     for group in groups:
-        group.close(until)
+        group._close(until)

@@ -72,6 +72,7 @@ FRAMES: Framing[SubgroupProgress | Left] = Framing(SubgroupProgress | Left, wire
 class SubgroupInternals:
     """The inside of one subgroup, as `Subgroup.internals`, for the group of all, torch and `Subgroup` itself.
 
+    name, replica, size: of the group, of this member, and how many members it was made of.
     job: the internals of the group of all.
     exchange, p2p: run its ops and its messages.
     error: why no op can succeed any more; None while all is well.
@@ -98,7 +99,8 @@ class SubgroupInternals:
                 f"group {name!r} of replicas {list(replicas)} at replica {group.replica}; expected this one among "
                 "them, and each once"
             )
-        self._group, self._replica, self._name = group, group.replica, name
+        self._group = group
+        self.name, self.replica, self.size = name, group.replica, len(replicas)
         self.job = group.internals
         self.called: tuple[int, int] | None = None
         self._dial, self._on_stall, self._on_lost = dial, on_stall, on_lost
@@ -161,7 +163,7 @@ class SubgroupInternals:
             raise TransportError(f"{error}. Do they run, and make it too (Group.subgroup, dist.new_group)?") from None
 
     def __str__(self) -> str:
-        return f"group {self._name!r}, replica {self._replica}"
+        return f"group {self.name!r}, replica {self.replica}"
 
     # -- what the calls ask ------------------------------------------------------------------------------------------
 
@@ -197,8 +199,17 @@ class SubgroupInternals:
         """The seconds that a call waits for other members."""
         return self._group.settings.timeouts.give_up
 
-    def among(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns those of `replicas` that are members, in their order."""
+    @property
+    def roster(self) -> tuple[int, ...]:
+        """The members among the roster of all, in its order."""
+        return self._among(self._group.roster)
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """The contributors among the members, or all while there is none."""
+        return self._among(self._group.contributors) or self.roster
+
+    def _among(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(replica for replica in replicas if replica in self._membership.among)
 
     # -- with the group of all: these are called by it ---------------------------------------------------------------
@@ -256,7 +267,8 @@ class SubgroupInternals:
         self._communicator.fail(error)
 
     def close(self, until: float | None = None) -> None:
-        """Leave the group, as `Subgroup.close` says."""
+        """Leave the group, as `Subgroup.close` says. With `until`, a time of `time.monotonic`, it waits no longer than
+        that for others to enter the view."""
         error = closed(self)
         with self._changed:
             patience = PARTING if until is None else max(0.0, until - time.monotonic())
@@ -271,7 +283,7 @@ class SubgroupInternals:
         with self._lock:
             segments, fresh = self._membership.segments(), self._membership.is_fresh
         boundary = self.job.next_boundary()
-        unmet = (self._name, boundary) if fresh and boundary else None
+        unmet = (self.name, boundary) if fresh and boundary else None
         left = Left(self.exchange.returned, self.exchange.taken, fresh)
         self.job.router.retire(segments, FRAMES.frame(left), unmet)
         if self._thread.is_alive():
@@ -374,10 +386,10 @@ class SubgroupInternals:
 
     def _ask(self, ask: AskMember) -> None:
         epoch, replica = ask.view.epoch, ask.member.replica
-        me = ask.view.member(self._replica)
+        me = ask.view.member(self.replica)
         assert me is not None
         fields = self._communicator.fields(ENTERED if ask.entered else ASK, me.incarnation, epoch)
-        fields.update(made=self._made or 0, since=self.job.router.since(self._name))
+        fields.update(made=self._made or 0, since=self.job.router.since(self.name))
         wanted = lambda: self._membership.is_current(epoch) and self.error is None  # noqa: E731
         if ask.there:
             fields["there"] = ask.there

@@ -282,7 +282,7 @@ async def measure(request: Any, train: Callable[..., Awaitable[Run]], report: Be
     process is left, however this ends."""
     plan = [(seed, kind) for seed in request.seeds for kind in request.kinds]
     trainings = [functools.partial(train, request, seed, kind) for seed, kind in plan]
-    words = f"{len(plan)} trainings of {request.steps} steps"
+    text = f"{len(plan)} trainings of {request.steps} steps"
 
     def on_run(run: Run) -> None:
         report.add(run)
@@ -290,7 +290,7 @@ async def measure(request: Any, train: Callable[..., Awaitable[Run]], report: Be
         report["runs"].sort(key=lambda one: (request.seeds.index(one.seed), request.kinds.index(one.kind)))
         report.save()
 
-    await share_out(trainings, request.jobs, on_run, functools.partial(report.progress, words))
+    await share_out(trainings, request.jobs, on_run, functools.partial(report.progress, text))
 
 
 # -- for the terminal --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ LATE = 0.6  # the lower row begins here
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Write `path` in both formats."""
     kinds = list(dict.fromkeys(run.kind for run in runs if run.kind != UNDISTURBED)) or [UNDISTURBED]
-    words = {one.kind: one for one in compare(runs)}
+    found = {one.kind: one for one in compare(runs)}
     title, subtitle = "What a training learns that was disturbed", "Held-out loss, nats a byte; strokes are kills."
     with figure(path, title, subtitle, (max(8.0, 4.6 * len(kinds)), 7.8)) as drawn:
         rows = drawn.subplots(2, len(kinds), sharey="row", squeeze=False)
@@ -32,8 +32,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 _lines(axes, shown)
             _kills(whole, shown)
             title = _name(kind)
-            if kind in words:
-                one = words[kind]
+            if kind in found:
+                one = found[kind]
                 title += f"\n{one.difference:+.4f} in the end, spread over seeds {one.spread:.4f}"
             whole.set_title(title, fontsize=10)
             _close_up(late, shown)

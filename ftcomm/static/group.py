@@ -30,7 +30,6 @@ from ftcomm.settings import check_data
 from ftcomm.static.endpoint import Endpoint, parse, shown
 from ftcomm.static.internals import StaticGroupInternals
 from ftcomm.static.pairs import PeerInfo
-from ftcomm.transport.router import ConnectionRouter
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -48,40 +47,11 @@ class StaticGroup(Calls):
 
     _exchange: Exchange
 
-    def __init__(
-        self,
-        name: str,
-        me: int,
-        infos: Sequence[PeerInfo],
-        router: ConnectionRouter,
-        terms: Terms,
-        *,
-        transport: str,
-        deadlines: tuple[float, float, float],
-        op_timeout: float,
-        timeout: float,
-        job: Group | None = None,
-        replicas: Sequence[int] = (),
-    ) -> None:
-        """`infos` are all members in rank order. In a job, rank `i` is part of `replicas[i]`."""
-        self.internals = inside = StaticGroupInternals(
-            name,
-            me,
-            infos,
-            router,
-            terms,
-            transport=transport,
-            deadlines=deadlines,
-            op_timeout=op_timeout,
-            timeout=timeout,
-            job=job,
-            replicas=replicas,
-        )
-        super().__init__(len(infos))
-        self.name = name
-        self.op_timeout = op_timeout
-        self.roster = tuple(range(len(infos)))
-        self._me = me
+    def __init__(self, inside: StaticGroupInternals) -> None:
+        self.internals = inside
+        super().__init__(len(inside.roster))
+        self.name, self.roster, self.op_timeout = inside.name, inside.roster, inside.op_timeout
+        self._me = inside.me
         self._exchange, self._p2p = inside.exchange, inside.p2p
 
     @classmethod
@@ -124,12 +94,8 @@ class StaticGroup(Calls):
         )
         timeout = settings.init_timeout if timeout is None else timeout
         replicas = [replica for replica, _ in pairs]
-        return cls(
-            name,
-            me,
-            infos,
-            group.internals.router,
-            terms,
+        inside = StaticGroupInternals(
+            *(name, me, infos, group.internals.router, terms),
             transport=settings.transport,
             deadlines=_deadlines(op_timeout, settings.timeouts),
             op_timeout=op_timeout,
@@ -137,6 +103,7 @@ class StaticGroup(Calls):
             job=group,
             replicas=replicas,
         )
+        return cls(inside)
 
     @classmethod
     def from_handles(
@@ -162,17 +129,15 @@ class StaticGroup(Calls):
         ]
         data = os.environ.get("FTCOMM_DATA", "none")
         check_data(data)
-        return cls(
-            name,
-            me,
-            infos,
-            endpoint.router,
-            Terms((endpoint.host, endpoint.port), data),
+        terms = Terms((endpoint.host, endpoint.port), data)
+        inside = StaticGroupInternals(
+            *(name, me, infos, endpoint.router, terms),
             transport=transport,
             deadlines=_deadlines(op_timeout),
             op_timeout=op_timeout,
             timeout=timeout,
         )
+        return cls(inside)
 
     def __str__(self) -> str:
         return str(self.internals)

@@ -59,6 +59,7 @@ _PARTING = 5.0  # s in which a member that cannot be reached may say that it has
 class StaticGroupInternals:
     """The inside of one static group, as `StaticGroup.internals`, for the router and `StaticGroup` itself.
 
+    name, me, roster, op_timeout: as `StaticGroup` says them; `me` is the rank of this member.
     exchange, p2p: run its ops and its messages.
     """
 
@@ -87,10 +88,10 @@ class StaticGroupInternals:
             if not 0 < seconds < float("inf"):
                 raise ArgumentError(f"group {name!r}: {what}={seconds}; expected a positive number of seconds")
         room_for(len(infos) - 1, f"group {name!r} of {len(infos)} members")
-        self._roster = tuple(range(len(infos)))
-        self._op_timeout = op_timeout
+        self.roster = tuple(range(len(infos)))
+        self.op_timeout = op_timeout
         self._infos = tuple(infos)
-        self._name, self._me = name, me
+        self.name, self.me = name, me
         self._lock = threading.Lock()  # never held across a wait
         self._happened = threading.Condition(self._lock)
         verify = job is not None and job.settings.verify
@@ -141,7 +142,7 @@ class StaticGroupInternals:
         atexit.register(self._at_exit)
 
     def __str__(self) -> str:
-        return f"group {self._name!r}, rank {self._me}"
+        return f"group {self.name!r}, rank {self.me}"
 
     def may_call(self) -> None:
         """Raise if no op can be called any more."""
@@ -179,14 +180,14 @@ class StaticGroupInternals:
         communicator, events = self._communicator, self._events
         assert events is not None
         try:
-            met = meet(self._membership, self._name, self._infos, events, patience)
+            met = meet(self._membership, self.name, self._infos, events, patience)
         finally:
             with self._lock:
                 self._events = None
             discard(events)
         self._nonces = {member: there.hello.address.nonce for member, there in met.items()}
         self._pairs.add({member: there.sock for member, there in met.items()})
-        communicator.connector.expect(EPOCH, self._roster)
+        communicator.connector.expect(EPOCH, self.roster)
         complete = True
         for member, there in met.items():
             try:
@@ -199,7 +200,7 @@ class StaticGroupInternals:
                 complete = False
         if complete:
             view = self._membership.view()
-            communicator.enter(communicator.plan(view), dict.fromkeys(self._roster, Progress(0, ())))
+            communicator.enter(communicator.plan(view), dict.fromkeys(self.roster, Progress(0, ())))
         if self._membership.is_over:  # a member was lost meanwhile; if one has closed the group, messages go on
             assert self.error is not None
             raise fresh(self.error)
@@ -217,13 +218,13 @@ class StaticGroupInternals:
 
     def _dial_p2p(self, member: int) -> Channel:
         fields = self._communicator.fields(P2P, self._nonces[member], EPOCH)
-        return self._dial(member, self._op_timeout, fields)
+        return self._dial(member, self.op_timeout, fields)
 
     def take(self, call: Incoming) -> bool:
         """See `ftcomm.transport.router.Receiver`, also for the other methods that it has."""
         if call.what == LINK:
             return self._meets(call)
-        if call.member not in self._roster:
+        if call.member not in self.roster:
             call.sock.close()
         elif call.what == P2P and call.life == self._segment.nonce:
             self.p2p.accept(call.sock, call.member)
@@ -295,8 +296,8 @@ class StaticGroupInternals:
     def _stalled(self, stall: Stall) -> None:
         """Report a stall. In a job that is said from a deadline on that follows how long ops take; otherwise it is the
         end, after `op_timeout`."""
-        if self.exchange.member.watch.unmoved >= self._op_timeout:
-            self._happens(lambda: self._membership.gives_up(stall.op, stall.waiting_on, self._op_timeout))
+        if self.exchange.member.watch.unmoved >= self.op_timeout:
+            self._happens(lambda: self._membership.gives_up(stall.op, stall.waiting_on, self.op_timeout))
         elif stall[:3] != self._stall:
             self._stall = stall[:3]
             who = self._membership.names(stall.waiting_on)

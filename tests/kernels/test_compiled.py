@@ -88,7 +88,7 @@ def test_what_is_broken_is_reported(tmp_path: Path) -> None:
     assert found.keys() == SAID.keys()
     for name, expected in SAID.items():
         assert len(found[name]) == len(expected), (name, found[name])
-        assert all(words in said for words, said in zip(expected, found[name], strict=True)), (name, found[name])
+        assert all(text in said for text, said in zip(expected, found[name], strict=True)), (name, found[name])
 
 
 def test_interpreted_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_a_wrong_element_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (("--kernels", "copy,cpoy"), "--kernels cpoy: expected some of copy"),
         (("-d", "complex64"), "dtype complex64 cannot be reduced"),
@@ -144,11 +144,11 @@ def test_a_wrong_element_is_counted(tmp_path: Path) -> None:
         (("--csv", "/nowhere/out.csv"), "choose a file that you can write to"),
     ],
 )
-def test_what_cannot_be_measured(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured(arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "kernels", *arguments])
     assert ended.value.code == 2
-    assert words in " ".join(capsys.readouterr().err.split())
+    assert text in " ".join(capsys.readouterr().err.split())
 
 
 class Measured(msgspec.Struct):
@@ -213,7 +213,7 @@ def python(script: str) -> tuple[str, ...]:
 
 def run(*made: GpuStage, in_all: float = 60.0) -> list[StageOutcome]:
     outcomes: list[StageOutcome] = []
-    check(made, in_all, outcomes.append, lambda words, fraction: None)
+    check(made, in_all, outcomes.append, lambda text, fraction: None)
     return outcomes
 
 

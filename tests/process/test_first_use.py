@@ -55,8 +55,8 @@ print("first", x.sum(), *sorted(sys.modules))
 def test_a_first_all_reduce_imports_nothing_heavy(here: Path) -> None:
     job = Job(here, FIRST)
     assert job.run() == run.FINISHED, job.lines
-    words = [line.split() for line in job.lines if line.startswith("first ")]
-    assert [(first, total) for first, total, *_ in words] == [("first", "24.0")] * 3
-    for _, _, *modules in words:
+    said = [line.split() for line in job.lines if line.startswith("first ")]
+    assert [(first, total) for first, total, *_ in said] == [("first", "24.0")] * 3
+    for _, _, *modules in said:
         assert "ftcomm.transport.shm" in modules
         assert not HEAVY & set(modules)

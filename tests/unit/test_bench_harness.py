@@ -102,8 +102,8 @@ def test_options_rows_files_and_exit_code_follow_from_the_declaration(tmp_path: 
 def test_defaults_smoke_and_what_is_bad() -> None:
     help = CliRunner().invoke(TOY.command(), ["--help"]).output
     assert "Count to the largest size." in help
-    for words in ("[default: 1K,2M]", "-m, --most", "[default: 3]", "[default: none]", "One row."):
-        assert words in help
+    for text in ("[default: 1K,2M]", "-m, --most", "[default: 3]", "[default: none]", "One row."):
+        assert text in help
     assert "# 1 rows" in CliRunner().invoke(TOY.command(), ["--smoke"]).output
     bad = CliRunner().invoke(TOY.command(), [])
     assert bad.exit_code == 1, "the third row is bad"

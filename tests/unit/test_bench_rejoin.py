@@ -61,7 +61,7 @@ def test_the_state_has_the_size_that_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("request_", "text"),
     [
         (RejoinRequest(replicas=1), "--replicas 1: expected 2 to 256"),
         (RejoinRequest(rejoins=0), "--rejoins 0, --batch 256"),
@@ -69,8 +69,8 @@ def test_the_state_has_the_size_that_is_asked_for():
         (RejoinRequest(size=1 << 50), "need about"),
     ],
 )
-def test_what_cannot_be_measured(request_, words):
-    with pytest.raises(SettingsError, match=words):
+def test_what_cannot_be_measured(request_, text):
+    with pytest.raises(SettingsError, match=text):
         request_.check()
 
 

@@ -450,8 +450,8 @@ def report(tmp_path: Path) -> Callable[..., Any]:
 def test_the_report_says_what_it_cost(report: Callable[..., Any], tmp_path: Path) -> None:
     said = report("--list", "--plot", str(tmp_path / "report.png"))
     assert said.exit_code == 0, said.output
-    for words in ("1 job", "1 unplanned interruption", "Killed from outside", "killed by SIGKILL", "host1", "absence"):
-        assert words in said.output
+    for text in ("1 job", "1 unplanned interruption", "Killed from outside", "killed by SIGKILL", "host1", "absence"):
+        assert text in said.output
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(report("--json", "--job", "a1").output)
     assert found["statistics"]["causes"] == {"signal": 1}

@@ -727,14 +727,14 @@ def test_who_waits_on_without_a_coordinator_says_once_in_the_time_of_an_op_what_
             agent._wait_on(21.0, 1.0)
         said = [text for text in (record.getMessage() for record in caplog.records) if "has not been heard" in text]
         assert len(said) == 1
-        words = (
+        expected = (
             "waits for replicas 1, 3,",
             job.server.endpoint,
             "for 20 s",
             "kill -CONT PID",
             "waits for 1900 s more. Who is there refuses it: it is",
         )
-        assert all(word in said[0] for word in words)
+        assert all(text in said[0] for text in expected)
         assert told == [1.0, 1.0, 1.0]
     finally:
         job.close()

@@ -27,7 +27,7 @@ from ftcomm.kernels.call_codes import UNKNOWN
 from ftcomm.membership.derived import Left
 from ftcomm.settings.tuning import BUILT_IN
 from ftcomm.subgroup import Subgroup
-from ftcomm.subgroup_internals import FRAMES
+from ftcomm.subgroup_internals import FRAMES, SubgroupInternals
 from ftcomm.transport.router import ASK, ConnectionRouter, Receiver
 from tests.exchange_rig import DEADLINE, socket_pair
 from tests.sealed_rig import ends
@@ -108,17 +108,15 @@ def make(
     on_stall: Callable[..., None] = nothing,
     replicas: tuple[int, ...] = (0, 1),
 ) -> Subgroup:
-    return Subgroup(
-        job,
-        "g",
-        replicas,
+    inside = SubgroupInternals(
+        *(job, "g", replicas),
         dial=dial,
         on_stall=on_stall,
         on_lost=nothing,
         on_failed=nothing,
         on_divergence=nothing,
-        on_closed=nothing,
     )
+    return Subgroup(inside, nothing)
 
 
 def spied(group: Subgroup) -> threading.Event:
@@ -441,9 +439,9 @@ def test_groups_that_are_closed_together_wait_together(monkeypatch: pytest.Monke
     """The other member never enters the view, so each would wait out its time, one after the other."""
     monkeypatch.setattr(subgroup_internals, "PARTING", 0.1)
     monkeypatch.setattr(subgroup, "PARTING", 0.1)
-    close, given = Subgroup.close, list[Any]()
+    close, given = Subgroup._close, list[Any]()
 
-    def closing(group: Subgroup, until: float | None = None) -> None:
+    def closing(group: Subgroup, until: float | None) -> None:
         given.append(until)
         monkeypatch.setattr(subgroup_internals, "PARTING", 1e6)  # for none of them from now on
         close(group, until)
@@ -453,7 +451,7 @@ def test_groups_that_are_closed_together_wait_together(monkeypatch: pytest.Monke
         for group in made:
             monkeypatch.setattr(group.internals._membership, "is_needed", lambda: True)
         with monkeypatch.context() as patch:
-            patch.setattr(Subgroup, "close", closing)
+            patch.setattr(Subgroup, "_close", closing)
             subgroup.close_all(made)
     assert len(given) == 3
     assert len(set(given)) == 1
