@@ -144,7 +144,7 @@ def test_all_members_end_with_the_sum_of_those_who_contribute(
 
 
 def test_half_of_the_largest_task_of_many_members_is_the_slice_of_one() -> None:
-    """A member alone on its host has one rail with another, and tasks are as large as for a slice a member."""
+    """A member alone on its host has one flow with another, and tasks are as large as for a slice a member."""
     members = tuple(range(33))
     group = (members[:1], members[1:]), frozenset(members)
     count = sized(HOST, len(members)).span * CHUNK // 4
@@ -206,12 +206,12 @@ def test_halves_are_summed_in_float32_and_rounded_once(
 
 @given(groups(), st.integers(1, CHUNK // 4))
 def test_between_hosts_goes_one_sum_and_one_result_of_each_shard(group: Group, count: int) -> None:
-    """And only between those who carry one rail: what leaves a host does not depend on how many members it has."""
+    """And only between those who carry one flow: what leaves a host does not depend on how many members it has."""
     hosts, contributing = group
     place = {m: (number, host.index(m)) for number, host in enumerate(hosts) for m in host}
-    rails = min(map(len, hosts))
+    flows = min(map(len, hosts))
     left = dict.fromkeys(range(len(hosts)), 0)
-    for me, (home, rail) in place.items():
+    for me, (home, flow) in place.items():
         player = Player(group, me, TinyMemory(me, CHUNK), {})
         slot = slot_of(player.route, Operation(np.zeros(count, np.float32), "float32", "sum"))
         for reader, (host, other) in place.items():
@@ -220,14 +220,14 @@ def test_between_hosts_goes_one_sum_and_one_result_of_each_shard(group: Group, c
             for word in (POSTED, *(of for of, readers in player.route.readers.items() if reader in readers)):
                 start, stop = player.route.read_by(reader, word, slot)
                 left[home] += (stop - start) // 4
-                assert start == stop or (rail == other < rails and word != POSTED)
-    unit, parts = 16, rails * len(hosts)  # elements in a cache line
+                assert start == stop or (flow == other < flows and word != POSTED)
+    unit, parts = 16, flows * len(hosts)  # elements in a cache line
     bounds = slices(count, 4, parts)
     for number, host in enumerate(hosts):
         whole = sum(b - a for i, (a, b) in enumerate(bounds) if i % len(hosts) == number)
         sums = (count - whole) if contributing.intersection(host) else 0
         assert left[number] == sums + whole * (len(hosts) - 1)
-        assert left[number] <= 2 * (len(hosts) - 1) * (count / len(hosts) + 2 * unit * rails)
+        assert left[number] <= 2 * (len(hosts) - 1) * (count / len(hosts) + 2 * unit * flows)
 
 
 def test_two_levels_are_for_large_ops_of_hosts_that_are_shared() -> None:

@@ -1,32 +1,32 @@
 """Two levels: an all-reduce in which members that share a host reduce among themselves first.
 
-There are as many *rails* as the smallest host has members. The first members of a host are its leaders, one a rail;
-what crosses between two hosts goes between leaders of one rail alone. A chunk has a slice for each rail and host:
+There are as many *flows* as the smallest host has members. The first members of a host are its heads, one a flow;
+what crosses between two hosts goes between heads of one flow alone. A chunk has a slice for each flow and host:
 
-    host           A            B            2 hosts with 3 and 2 members, so 2 rails; slices 0A 0B 1A 1B
-    leaders        a0  a1       b0  b1       each makes the slice of its rail and host whole
+    host           A            B            2 hosts with 3 and 2 members, so 2 flows; slices 0A 0B 1A 1B
+    heads          a0  a1       b0  b1       each makes the slice of its flow and host whole
     other          a2
 
-    POSTED    all       own input                                    read by the leaders of the same host
-    level 1   a0        0B: a0 + a1 + a2                             read by b0, and so on for each leader
+    POSTED    all       own input                                    read by the heads of the same host
+    level 1   a0        0B: a0 + a1 + a2                             read by b0, and so on for each head
     level 2   a0        0A: (a0 + a1 + a2) + (b0 + b1): whole        read by b0
-    level 3   a0        0A, and 0B from b0: all of its rail          read by a1 and a2
+    level 3   a0        0A, and 0B from b0: all of its flow          read by a1 and a2
 
     word      written by         value                               polled by
-    level 1   leaders            tasks whose inputs of this host     the leaders of the rail on other hosts
+    level 1   heads              tasks whose inputs of this host     the heads of the flow on other hosts
                                  are summed
-    level 2   leaders            tasks whose own slice is whole      the leaders of the rail on other hosts
-    level 3   leaders that are   tasks of whose rail all is here     the others of the host
+    level 2   heads              tasks whose own slice is whole      the heads of the flow on other hosts
+    level 3   heads that are     tasks of whose flow all is here     the others of the host
               not alone there
 
-Every element is reduced by one leader alone, the members of a host ascending and then the hosts in their order, so
+Every element is reduced by one head alone, the members of a host ascending and then the hosts in their order, so
 that all copy the same bytes and the order is the same for all elements. A host sends and receives 2 (hosts - 1) / hosts
 of a chunk, however many members it has.
 
 All levels lie in the REDUCED region, each slice at its own place, with room for partial sums that are wider than
-elements (`ftcomm.collective.compression`). What comes from another leader at level 3 takes the
+elements (`ftcomm.collective.compression`). What comes from another head at level 3 takes the
 place of the partial sum that was sent to it, which it has read, as its slice is whole. The caller's buffer stays INPUT
-until the chunk is taken: then all leaders of the host have read what they need of it.
+until the chunk is taken: then all heads of the host have read what they need of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SUMMED, _WHOLE, _IN_THE_HOST = map(level, (1, 2, 3))  # words of the levels
 
 
 class SliceStaging(NamedTuple):
-    """Staging views of one host's slice, on the rail of a leader."""
+    """Staging views of one host's slice, on the flow of a head."""
 
     part: slice  # its elements of the chunk
     summed: Array  # in my REDUCED region: the sum of my host
@@ -60,18 +60,18 @@ class SliceStaging(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Another host, as the leader of my rail there shows it in its REDUCED region."""
+    """Another host, as the head of my flow there shows it in its REDUCED region."""
 
     summed: Array  # its sum of the slice of my host
     whole: Array  # the slice of its host
 
 
 class HierarchicalViews(NamedTuple):
-    bounds: tuple[tuple[int, int], ...]  # the bounds of all slices, rail by rail
+    bounds: tuple[tuple[int, int], ...]  # the bounds of all slices, flow by flow
     itemsize: int
     partial: str  # dtype of partial sums
     room: int  # bytes of each element in REDUCED: a whole slice begins where its partial sum did
-    places: tuple[SliceStaging, ...]  # one a host, in order; empty unless I am a leader
+    places: tuple[SliceStaging, ...]  # one a host, in order; empty unless I am a head
     others: Mapping[int, Other]  # keyed by the number of the host
     result: tuple[tuple[slice, Array], ...]  # where I read the chunk in the end
     given: tuple[tuple[slice, Array], ...]  # slices of my input, and where they are staged
@@ -85,12 +85,12 @@ class Hierarchical(Algorithm):
         super().__init__(view, memories, reducer)
         me, hosts = view.me, view.hosts
         self._hosts = hosts
-        self._rails = min(map(len, hosts))
+        self._flows = min(map(len, hosts))
         self._home = next(number for number, members in enumerate(hosts) if me in members)
         host = hosts[self._home]
-        self._leaders = host[: self._rails]
+        self._heads = host[: self._flows]
         self._alone = len(host) == 1
-        self._rail = host.index(me)
+        self._flow = host.index(me)
         self._inputs = tuple(m for m in host if m in view.contributing)
         self._giving = frozenset(
             number for number, members in enumerate(hosts) if not view.contributing.isdisjoint(members)
@@ -98,9 +98,9 @@ class Hierarchical(Algorithm):
         self._divisor = len(view.contributors)
         # Holds the sum of my host's inputs for its own slice, which is at most half of a task.
         self._scratch = np.empty(memories[me].layout.span // 2 * memories[me].chunk, np.uint8)
-        self._opposite: dict[int, int] = {}  # number of another host -> the leader of my rail there
-        if me in self._leaders:
-            self._opposite = {i: members[self._rail] for i, members in enumerate(hosts) if i != self._home}
+        self._opposite: dict[int, int] = {}  # number of another host -> the head of my flow there
+        if me in self._heads:
+            self._opposite = {i: members[self._flow] for i, members in enumerate(hosts) if i != self._home}
         self._at = {m: number for number, m in self._opposite.items()}
         self.steps = self._plan()
         ends = frozenset(self._opposite.values()), frozenset(host) - {me}
@@ -108,13 +108,13 @@ class Hierarchical(Algorithm):
 
     def _plan(self) -> tuple[AlgorithmStep, ...]:
         if not self._opposite:
-            return (AlgorithmStep(_IN_THE_HOST, self._leaders, 0),)
+            return (AlgorithmStep(_IN_THE_HOST, self._heads, 0),)
         summed = tuple(m for number, m in self._opposite.items() if number in self._giving)
         steps = [
             AlgorithmStep(POSTED, (), _SUMMED if self._inputs else 0),
             AlgorithmStep(_SUMMED, summed, _WHOLE),
             AlgorithmStep(_WHOLE, tuple(self._opposite.values()), 0 if self._alone else _IN_THE_HOST),
-            AlgorithmStep(_IN_THE_HOST, tuple(m for m in self._leaders if m != self.me), 0),
+            AlgorithmStep(_IN_THE_HOST, tuple(m for m in self._heads if m != self.me), 0),
         ]
         return tuple(steps[:3] if self._alone else steps)
 
@@ -122,8 +122,8 @@ class Hierarchical(Algorithm):
         carrier = HOST_DTYPES[dtype].carrier
         partial = HOST_DTYPES[partial_dtype(dtype, compression)].carrier
         scale = partial.itemsize // carrier.itemsize
-        hosts, rail = len(self._hosts), self._rail * len(self._hosts)
-        bounds = slices(count, carrier.itemsize, self._rails * hosts)
+        hosts, flow = len(self._hosts), self._flow * len(self._hosts)
+        bounds = slices(count, carrier.itemsize, self._flows * hosts)
 
         def posted(member: int, number: int) -> Array:
             start, stop = bounds[number]
@@ -144,10 +144,10 @@ class Hierarchical(Algorithm):
                 whole(self.me, number),
                 tuple(None if m == self.me else posted(m, number) for m in self._inputs),
             )
-            for number in (range(rail, rail + hosts) if self._opposite else ())
+            for number in (range(flow, flow + hosts) if self._opposite else ())
         )
         others = {
-            host: Other(summed(m, rail + self._home), whole(m, rail + host)) for host, m in self._opposite.items()
+            host: Other(summed(m, flow + self._home), whole(m, flow + host)) for host, m in self._opposite.items()
         }
         if self._alone:
             result = [
@@ -156,7 +156,7 @@ class Hierarchical(Algorithm):
             ]
         else:
             result = [
-                (slice(start, stop), whole(self._leaders[number // hosts], number))
+                (slice(start, stop), whole(self._heads[number // hosts], number))
                 for number, (start, stop) in enumerate(bounds)
             ]
         read = tuple((part, source) for part, source in result if source.size)
@@ -199,20 +199,20 @@ class Hierarchical(Algorithm):
             start, stop = self._given_to(reader, views.bounds)
             return start * views.itemsize, stop * views.itemsize
         hosts = len(self._hosts)
-        rail = self._rail * hosts
+        flow = self._flow * hosts
         if word == _IN_THE_HOST:
-            (start, _), (last, stop) = views.bounds[rail], views.bounds[rail + hosts - 1]
+            (start, _), (last, stop) = views.bounds[flow], views.bounds[flow + hosts - 1]
             return start * views.room, last * views.room + (stop - last) * views.itemsize
-        start, stop = views.bounds[rail + (self._at[reader] if word == _SUMMED else self._home)]
+        start, stop = views.bounds[flow + (self._at[reader] if word == _SUMMED else self._home)]
         size = views.room if word == _SUMMED else views.itemsize
         return start * views.room, start * views.room + (stop - start) * size
 
     def _given_to(self, reader: int, bounds: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-        """Returns the elements of my input that another leader of my host reads."""
-        if reader not in self._leaders or self.me not in self._inputs:
+        """Returns the elements of my input that another head of my host reads."""
+        if reader not in self._heads or self.me not in self._inputs:
             return 0, 0
-        rail = self._leaders.index(reader) * len(self._hosts)
-        return bounds[rail][0], bounds[rail + len(self._hosts) - 1][1]
+        flow = self._heads.index(reader) * len(self._hosts)
+        return bounds[flow][0], bounds[flow + len(self._hosts) - 1][1]
 
     def _sum(self, op: Operation, here: Array, views: HierarchicalViews, place: SliceStaging, out: Array) -> None:
         """Sum the inputs of this host."""
