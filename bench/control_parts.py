@@ -6,11 +6,11 @@
 
     python -m ftcomm.bench.control_parts ROLE '{"replicas": 2, ...}'
 
-A light rank is a production `Node` with a production `Link` to its leader, over a socket of its own. These parts of it
-are light: it shares process, thread, listening port and pid with others; the links to the members of its column, which
-live in the same process, are calls, and so is the news of their death; it moves no data, and its script only passes
-boundaries at the pace of a clock. All run on one host: of others a rank has only a label in its address, as long as
-what hosts would differ in, so that views are as large.
+A light rank is a production `RankNode` with a production `Link` to its leader, over a socket of its own. These parts of
+it are light: it shares process, thread, listening port and pid with others; the links to the members of its column,
+which live in the same process, are calls, and so is the news of their death; it moves no data, and its script only
+passes boundaries at the pace of a clock. All run on one host: of others a rank has only a label in its address, as long
+as what hosts would differ in, so that views are as large.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import msgspec
 from ftcomm.control import actions as act
 from ftcomm.control import liveness
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control import rank_node as n
 from ftcomm.control.agent import Agent, Gone
 from ftcomm.control.engine import Engine
 from ftcomm.control.handshake import Credentials
@@ -216,7 +216,7 @@ class LightRank:
         self.ranks, self.replica, self.shard = ranks, replica, shard
         setup = ranks.setup
         here = address(ranks.port, secrets.token_hex(16), setup.host(replica, shard))
-        self.node = n.Node(replica, shard, setup.ranks, "", here, setup.timeouts, replicas=setup.replicas)
+        self.node = n.RankNode(replica, shard, here, setup.timeouts, replicas=setup.replicas)
         self.column = ranks.columns[shard]
         self.alive, self.stalled = True, False
         self.step = 0  # the boundary that the script comes to next
@@ -295,6 +295,7 @@ class LightRank:
             self.do(self.node.up_acknowledged(now - seconds))
         peers = {replica: now for replica in self.column if replica != self.replica}
         self.do(self.node.peers_acknowledged(peers))
+        self.do(self.node.beat(now))
         self.do(self.node.tick(now))
         waits = self.waits()[1]
         view = self.node.view

@@ -1,5 +1,5 @@
-"""The actions that the machines of a rank ask for: a `Machine` decides, its `Node` hands the action on, and the driver
-carries it out."""
+"""The actions that the machines of a rank ask for: a `Machine` decides, its `RankNode` hands the action on, and the
+driver carries it out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Freeze:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """Reach the memory of all members, which have stopped, as long as `Node.wants(view)`. Then start the exchange from
-    what they hold. Answer with `resumed`, or with `unreachable` and try again."""
+    """Reach the memory of all members, which have stopped, as long as `RankNode.wants(view)`. Then start the exchange
+    from what they hold. Answer with `resumed`, or with `unreachable` and try again."""
 
     view: View
     progress: dict[int, m.Progress]

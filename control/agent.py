@@ -1,4 +1,4 @@
-"""The control thread of one rank, which runs its `Node` over real sockets and time.
+"""The control thread of one rank, which runs its `RankNode` over real sockets and time, and in rank 0 the `LeaderNode`.
 
 The user's code calls from its own threads; the event loop lives in a daemon thread. An `Engine` moves the data. It is
 injected, so that this package knows nothing of arrays or memory.
@@ -20,13 +20,18 @@ from typing import Any, TypeVar
 from ftcomm.control import actions as act
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control import rank_node as n
 from ftcomm.control.directory import Directory
 from ftcomm.control.engine import Engine
 from ftcomm.control.failed_dials import cause_of, shortage
+from ftcomm.control.hopeless import ask_again_and_again
 from ftcomm.control.incoming import Handler, IncomingConnections
-from ftcomm.control.links import Listener, ask, event_loop
-from ftcomm.control.liveness import lived, state_of
+from ftcomm.control.joined import Action, Joined
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_driver import LeaderDriver
+from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.links import Listener, event_loop
+from ftcomm.control.liveness import state_of
 from ftcomm.control.member import Phase
 from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
@@ -35,7 +40,7 @@ from ftcomm.control.running_time import Patience, RunningTime
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import AWAITED_EVERY, Timeouts
-from ftcomm.control.unstarted import HOPELESS, NamedRank, turn
+from ftcomm.control.unstarted import NamedRank, turn
 from ftcomm.control.upward_link import News, UpwardLink
 from ftcomm.control.view_entry import ViewEntry
 from ftcomm.control.views import Address, View
@@ -77,20 +82,38 @@ class Agent:
         self._turn = turn(shard, ranks, timeouts.heartbeat)
         self._sock, self.address = sock, address
         self._timeouts = timeouts
-        self._node = n.Node(replica, shard, ranks, secrets.token_hex(8), address, timeouts, state_of, replicas)
-        self._lock = threading.Lock()  # guards the node; never held during a wait
+        self._node = n.RankNode(replica, shard, address, timeouts, replicas)
+        self._lock = threading.Lock()  # guards the nodes; never held during a wait
         self._loop = event_loop()
         # Rank 0 leads: it knows where all are.
         self._directory = Directory(leader, credentials, self._loop) if shard and leader is not None else None
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
         self._on_start = on_start
-        self._up = UpwardLink(self._me, self._node, credentials, coordinator, leader, address.host, self._do)
+        self._leading: LeaderDriver | None = None  # in rank 0
+        self._joined_to: Joined | None = None
+        if shard == 0:
+            node = LeaderNode(replica, secrets.token_hex(8), ranks, timeouts, state_of)
+            self._leading = LeaderDriver(
+                *(node, self._me, credentials, coordinator, address.host, timeouts),
+                do=self._do,
+                spawn=self._spawn,
+                trains=lambda: self.view is not None,
+            )
+            self._joined_to = Joined(self._node, node)
+            self._up = self._leading.up
+        else:
+            assert leader is not None
+            fields: handshake.Fields = {"replica": replica, "shard": shard}
+            self._up = UpwardLink(
+                *(self._me, "leader of the replica", leader, credentials, "rank", fields, address.host),
+                on_open=lambda: self._do(self._node.up_opened),
+                on_lost=lambda *why: self._do(self._node.up_lost, *why),
+                trains=lambda: self.view is not None,
+            )
         nonce, patience = address.nonce, timeouts.give_up
         self._witness = OwnWitness(replica, shard, nonce, leader, credentials, patience, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._incoming = IncomingConnections(
-            self._node, credentials, timeouts, self._do, self._spawn, lambda: self._up.link
-        )
+        self._incoming = IncomingConnections(self._node, timeouts, self._do, self._lead)
         self._peers = Peers(
             replica,
             shard,
@@ -353,7 +376,7 @@ class Agent:
             self._end(reason, m.Ending.FAILED)
 
     def _from_up(self, message: m.AnyMessage) -> None:
-        if isinstance(message, m.Welcome) and self._node.leader is None:
+        if isinstance(message, m.Welcome):
             self._witness.call(message.processes)
         self._do(self._node.from_up, message)
 
@@ -379,32 +402,44 @@ class Agent:
         listeners = [Listener(self._sock, self._credentials, self._incoming.serve, name=name)]
         if self._leader_socket is not None:
             listeners.append(Listener(self._leader_socket, self._credentials, self._incoming.serve, name=name))
-        self._do(self._node.start)
-        self._up.open(self._from_up)
-        self._spawn(self._ask())
+        if self._leading is None or self._joined_to is None:
+            self._up.open(self._from_up)
+        else:
+            self._do(self._joined_to.start)
+            self._leading.open()
+        self._spawn(
+            ask_again_and_again(
+                *(self._me, self._coordinator, self._credentials, self._turn),
+                over=lambda: self._up.link is None or self._knows_job,
+                alone=lambda: self._leading is not None or not self._is_up,  # else the leader tells it
+                tell=self._hopeless,
+            )
+        )
         while True:
             await asyncio.sleep(self._timeouts.beat)
             self._look()
-            self._do(self._node.tick, time.monotonic())
+            self._tick(time.monotonic())
             self.engine.wake()
 
-    async def _ask(self) -> None:
-        """Ask the coordinator now and then, until this rank is in a view, whether it waits in vain: for a leader, or
-        for another replica, that cannot start. The leader tells a rank that has a connection to it."""
-        leads = self._node.leader is not None
-        first, pause = self._turn
-        await asyncio.sleep(first)
-        while (link := self._up.link) is not None and not self._knows_job:
-            if leads or not link.is_up:
-                await self._ask_once()
-            await asyncio.sleep(pause)
+    def _tick(self, now: float) -> None:
+        if self._joined_to is not None:
+            self._do(self._joined_to.tick, now)
+        else:
+            self._do(self._node.beat, now)
+            self._do(self._node.tick, now)
 
-    async def _ask_once(self) -> None:
-        fields: handshake.Fields = {**self._me.fields, "lived": min(int(1e3 * lived()), handshake.MOST)}
-        with contextlib.suppress(OSError):
-            answer = await ask(self._coordinator, self._credentials, HOPELESS, fields)
-            if isinstance(answer, m.Expelled) and not self._knows_job:
-                self._do(self._node.from_up, answer)
+    async def _lead(self, channel: Channel, opening: handshake.Opening) -> bool:
+        return self._leading is not None and await self._leading.serve(channel, opening)
+
+    def _hopeless(self, told: m.Expelled) -> None:
+        if self._leading is not None:
+            self._do(self._leading.node.from_coordinator, told)
+        else:
+            self._do(self._node.from_up, told)
+
+    @property
+    def _is_up(self) -> bool:
+        return self._up.link is not None and self._up.link.is_up
 
     @property
     def _knows_job(self) -> bool:
@@ -414,14 +449,10 @@ class Agent:
     def _look(self) -> None:
         """Look which kernels answer, before anything more is sent to them."""
         now = time.monotonic()
-        link = self._up.link
-        above = None if link is None else link.unanswered()
-        if above is not None:
-            self._do(self._node.up_acknowledged, now - above)
-        for shard, writer in list(self._incoming.ranks.items()):
-            seconds = writer.unanswered()
-            if seconds is not None:
-                self._do(self._node.rank_acknowledged, shard, now - seconds)
+        if self._leading is not None:
+            self._leading.look()
+        elif self._up.link is not None and (seconds := self._up.link.unanswered()) is not None:
+            self._do(self._node.up_acknowledged, now - seconds)
         self._peers.watch_again()
         peers = self._peers.unanswered()
         self._do(self._node.peers_acknowledged, {replica: now - seconds for replica, seconds in peers.items()})
@@ -464,30 +495,32 @@ class Agent:
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(call)
 
-    def _soon(self, event: Callable[..., list[n.Action]], *args: Any) -> None:
+    def _soon(self, event: Callable[..., Sequence[Action]], *args: Any) -> None:
         self._call(self._do, event, *args)
 
-    def _do(self, event: Callable[..., list[n.Action]], *args: Any) -> None:
+    def _do(self, event: Callable[..., Sequence[Action]], *args: Any) -> None:
         """Tell the node of an event, and carry out its actions. In the loop."""
         with self._lock:
             actions = self._inform(event, *args)
         self._carry_out(actions)
 
-    def _inform(self, event: Callable[..., list[n.Action]], *args: Any) -> list[n.Action]:
+    def _inform(self, event: Callable[..., Sequence[Action]], *args: Any) -> Sequence[Action]:
         """Tell the node of an event; returns its actions. With the lock, so that a thread that finds that the node has
         failed also finds why."""
         actions = event(*args)
+        if self._joined_to is not None:
+            actions = self._joined_to.carry(actions)
         self._failed = next((action for action in actions if isinstance(action, act.Failed)), self._failed)
         return actions
 
-    def _carry_out(self, actions: list[n.Action]) -> None:
+    def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, n.Up):
                 if self._up.link is not None:
                     self._up.link.send(action.message)
-            elif isinstance(action, n.Down):
-                if action.shard in self._incoming.ranks:
-                    self._incoming.ranks[action.shard].send(action.message)
+            elif isinstance(action, ToCoordinator | ToRank):
+                assert self._leading is not None
+                self._leading.carry_out(action)
             elif isinstance(action, n.ToPeer):
                 self._peers.send(action.replica, action.message)
             elif isinstance(action, act.Freeze):
@@ -531,7 +564,7 @@ class Agent:
             return
         self._said_waits = now
         link, refused = self._up.link, self._up.refused
-        address = self._coordinator if link is None or self._node.leader is None else link.address
+        address = self._coordinator if link is None or self._leading is None else link.address
         log.warning(
             "replica %d rank %d: waits for replicas %s, and for the coordinator at %s:%d, which has not been heard for "
             "%.0f s: only it can decide that one of them is lost. Start it again, or let it go on if it is stopped "

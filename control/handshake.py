@@ -49,7 +49,7 @@ from ftcomm.control.sealed import Keys
 from ftcomm.control.tls import NoTls, Session, Tls, is_hello
 from ftcomm.control.views import Address
 
-VERSION = 14
+VERSION = 15
 MAX_HANDSHAKE = 4096  # bytes
 NONCE = 16  # bytes
 FILLER = 3600  # bytes

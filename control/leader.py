@@ -1,7 +1,7 @@
 """The leader: speaks for the ranks of one replica, and agrees with the other leaders at a step boundary.
 
-A pure state machine; it lives in rank 0 of its replica. Views of a loss pass straight through to the ranks. A change of
-membership at the boundary of step m is agreed on without waiting for the coordinator:
+A pure state machine, which `ftcomm.control.leader_node` holds. Views of a loss pass straight through to the ranks. A
+change of membership at the boundary of step m is agreed on without waiting for the coordinator:
 
     coordinator        Prepare(P, m)    are all your ranks before m?         each leader: Promise
     coordinator        NewView(P)       the commit, when all have promised
@@ -92,7 +92,7 @@ class Leader:
         state: Callable[[Address], str] = lambda there: "",
     ) -> None:
         """`state` tells what a process does, where this host can see it (`ftcomm.control.liveness.state_of`)."""
-        self.detector: Detector[int] = Detector(timeouts.unheard)  # the other ranks of the replica, by shard
+        self.detector: Detector[int] = Detector(timeouts.unheard)  # the ranks of other processes, by shard
         self._state = state
         self._timeouts = timeouts
         self.replica = replica
@@ -102,6 +102,7 @@ class Leader:
         self._replicas: dict[int, int] = {}  # by rank: how many the job has, as it was told
         self._foreign: set[int] = set()  # ranks that belong to an earlier life of the replica
         self.view: View | None = None  # the newest view that this replica runs in
+        self.preview: View | None = None  # the members and this replica, as a running job told them last
         self.step = -1  # the last boundary that any rank has passed
         self.loop = 0  # the newest step loop of any rank
         self._deaf: dict[int, str] = {}  # ranks that do not hear this leader, though it hears them
@@ -156,7 +157,7 @@ class Leader:
         actions: list[Action] = [ToCoordinator(self._looks)]
         actions += [ToCoordinator(said) for said in self._losses.tick(self.view)]
         ping = m.Ping(unheard)
-        actions += [ToRank(shard, ping) for shard in range(1, self.ranks)]
+        actions += self._to_ranks(ping)
         for shard, seconds in silent.items():
             if seconds > self._timeouts.give_up:
                 self.detector.forget(shard)
@@ -196,6 +197,7 @@ class Leader:
             return [*self._give(message), *self._send_on(message.loop)]
         if isinstance(message, m.Queued | m.Registered | m.Dismissed | m.Expelled | m.WhoWaits | m.FinishAck):
             self._dismissed = self._dismissed or isinstance(message, m.Dismissed)
+            self.preview = message.view if isinstance(message, m.Registered) else self.preview
             return self._give(message)
         return []
 

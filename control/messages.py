@@ -1,10 +1,11 @@
 """Every message of the control plane, as typed structs in msgpack.
 
-Who speaks to whom (a rank's Member machine lives beside the user's code, a Leader in rank 0 of each replica):
+Who speaks to whom (a rank's Member machine lives beside the user's code, the Leader of a replica beside its rank 0):
 
     Coordinator  <->  Leader      Join, Heartbeat, Promise, Installed, ... / NewView, Prepare, Expelled, ...
     Leader       <->  Member      the same, for each rank of its replica; in process for rank 0
-    Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary
+    Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary; it goes through
+                                  the links of rank 0 of each replica
     Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive, LeftOut
 """
 
@@ -344,6 +345,35 @@ class Boundary(Message, frozen=True):
     view: View | None
 
 
+# -- leader <-> rank 0 of its replica, which has the links to the others ----------------------------------------------
+
+
+class ForLeader(Message, frozen=True):
+    """Asks rank 0 to hand `boundary` to the leader of `replica`. One that comes for its own leader it hands up as it
+    is."""
+
+    replica: t.Replica
+    boundary: Boundary
+
+
+class Linked(Message, frozen=True):
+    """Rank 0 has its link to `replica`, for the first time or again: what was said over an earlier one may be lost."""
+
+    replica: t.Replica
+
+
+class BoundaryWaits(Message, frozen=True):
+    """The leader waits, while ranks of its replica stand at a boundary: for the leaders of `replicas`, or for `ranks`
+    of its own, of which it names some."""
+
+    replicas: t.Replicas = ()
+    ranks: Annotated[tuple[t.Shard, ...], t.MANY] = ()
+
+
+class AllFinished(Message, frozen=True):
+    """The scripts of all ranks of the replica have ended well. Rank 0 waits for that."""
+
+
 # -- member <-> member -------------------------------------------------------------------------------------------
 
 
@@ -445,6 +475,10 @@ AnyMessage = (
     | FinishAck
     | Ping
     | Boundary
+    | ForLeader
+    | Linked
+    | BoundaryWaits
+    | AllFinished
     | MemberProgress
     | Alive
     | LeftOut

@@ -1,4 +1,4 @@
-"""The link of a rank to the coordinator, if it leads its replica, or else to its leader, and the news from there."""
+"""The link of a leader to the coordinator, or of a rank to its leader, and the news from there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import NamedTuple
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.links import Link
-from ftcomm.control.node import Node
 from ftcomm.control.unstarted import NamedRank
 
 log = logging.getLogger("ftcomm.control")
@@ -24,26 +23,27 @@ class News(NamedTuple):
 
 class UpwardLink:
     """The link, from `open` to `close`. In the event loop of the control thread; other threads read `news` and
-    `refused`. `host` is that of this rank; `do(event, *args)` tells the node of an event and carries out its
-    actions."""
+    `refused`. `what` is at the other end, at `there`; `host` is that of this process. `on_open()` is called when there
+    is a connection, `on_lost(reason, refused, here)` when there is none: nobody listens there (`refused`), on this host
+    (`here`). `trains` says whether the rank is in a view."""
 
     def __init__(
         self,
         me: NamedRank,
-        node: Node,
+        what: str,
+        there: tuple[str, int],
         credentials: handshake.Credentials,
-        coordinator: tuple[str, int],
-        leader: tuple[str, int] | None,
+        purpose: str,
+        fields: handshake.Fields,
         host: str,
-        do: Callable[..., None],
+        *,
+        on_open: Callable[[], None],
+        on_lost: Callable[[str, bool, bool], None],
+        trains: Callable[[], bool],
     ) -> None:
-        self._me, self._node, self._credentials, self._host, self._do = me, node, credentials, host, do
-        if node.leader is not None:
-            self._what, self._there, self._purpose, self._fields = "coordinator", coordinator, "leader", me.fields
-        else:
-            assert leader is not None
-            self._what, self._there, self._purpose = "leader of the replica", leader, "rank"
-            self._fields = {"replica": me.replica, "shard": me.shard}
+        self._me, self._what, self._there, self._credentials = me, what, there, credentials
+        self._purpose, self._fields, self._host = purpose, fields, host
+        self._on_open, self._on_lost, self._trains = on_open, on_lost, trains
         self.link: Link | None = None
         self.news = News("no connection was tried yet")
         self.refused: Exception | None = None
@@ -74,7 +74,7 @@ class UpwardLink:
 
     def _opened(self) -> None:
         self.refused, self._told = None, False
-        self._do(self._node.up_opened)
+        self._on_open()
 
     def _lost(self, error: Exception) -> None:
         self.refused = error
@@ -86,13 +86,13 @@ class UpwardLink:
         told, self._told = self._told, False
         if not told:  # otherwise it was ended with a reason
             self.news = News(news)
-        if self._node.view is not None:
+        if self._trains():
             log.debug("replica %d rank %d: %s", self._me.replica, self._me.shard, news)
         elif isinstance(error, handshake.HandshakeError) and str(error) != self._warned:
             self._warned = str(error)
             log.warning("replica %d rank %d: %s", self._me.replica, self._me.shard, news)
         refused = isinstance(error, ConnectionRefusedError)
-        self._do(self._node.up_lost, f"the {self._what} is lost: {error}", refused, there[0] == self._host)
+        self._on_lost(f"the {self._what} is lost: {error}", refused, there[0] == self._host)
 
     def _mute(self) -> None:
         host, port = self._there if self.link is None else self.link.address

@@ -14,8 +14,8 @@ from ftcomm.control import messages as m
 from ftcomm.control.engine import Engine, Unreachable
 from ftcomm.control.failed_dials import cause_of
 from ftcomm.control.gathered import RESUMED
-from ftcomm.control.node import Node
 from ftcomm.control.peers import Peers
+from ftcomm.control.rank_node import RankNode
 from ftcomm.control.views import View
 
 WAKE_AGAIN = 0.001  # s between wake-ups of an engine that goes to sleep just as it is frozen: one may be missed
@@ -34,7 +34,7 @@ class ViewEntry:
         replica: int,
         shard: int,
         engine: Engine,
-        node: Node,
+        node: RankNode,
         peers: Peers,
         beat: float,
         loop: asyncio.AbstractEventLoop,

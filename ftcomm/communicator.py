@@ -8,7 +8,7 @@ connections.
 
 The router of this rank, which knows a communicator by its name, hands it what others dial.
 
-Each source of members is a pure machine: `ftcomm.control.node`, `ftcomm.membership.derived`,
+Each source of members is a pure machine: `ftcomm.control.rank_node`, `ftcomm.membership.derived`,
 `ftcomm.membership.static`. What drives it is a class of its own, since they are driven by different threads for
 different reasons. The agent of a rank drives the first. A subgroup answers views that come while ops are in flight: one
 thread asks, reaches and enters again and again, and is alone to do so. A static group meets once, by a deadline, in the

@@ -1,7 +1,7 @@
 """Every interleaving of a small group and its faults, on the state machines of the product. Breadth first, so that the
 history of a violation is one of the shortest.
 
-What runs: `Coordinator`, `Node` (machine and leader) in `control/`, `ExchangeCore` with all that it is made of and the
+What runs: `Coordinator`, `RankNode` and `LeaderNode` in `control/`, `ExchangeCore` with all that it is made of and the
 resume plan in `ftcomm/collective/`, on memories of a few hundred bytes. What is explored, each in any order with all
 else:
 

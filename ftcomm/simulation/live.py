@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,10 @@ from ftcomm.collective.stream import Stream
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control import rank_node as n
+from ftcomm.control.joined import Action, Joined
+from ftcomm.control.leader import ToCoordinator
+from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError
@@ -170,8 +173,10 @@ class Live:
         self._quiesces, self._spoil = quiesces, spoil
         self._atomic = atomic
         address = Address("host", 1, "boot", replica, 0, f"{replica:032x}")
-        self._node: n.Node | None = n.Node(replica, 0, 1, f"life-{replica}", address, Timeouts.derive())
-        self._saved_node: Hashable = None  # if `_node` is None: most steps do not need it
+        rank = n.RankNode(replica, 0, address, Timeouts.derive())
+        leader = LeaderNode(replica, f"life-{replica}", 1, Timeouts.derive())
+        self._joined: Joined | None = Joined(rank, leader)
+        self._saved: Hashable = None  # if `_joined` is None: most steps do not need it
         waiter, watch = Waiter(memories[replica].words, ASLEEP, 0), Watchdog(1.0, 1.0, 1.0, lambda: 0.0)
         self.member = GroupMember[Operation](replica, watch)
         self.core = ExchangeCore(
@@ -196,10 +201,14 @@ class Live:
         self.failed = False
 
     @property
-    def node(self) -> n.Node:
-        if self._node is None:
-            self._node = thaw(self._saved_node)
-        return self._node
+    def joined(self) -> Joined:
+        if self._joined is None:
+            self._joined = thaw(self._saved)
+        return self._joined
+
+    @property
+    def node(self) -> n.RankNode:
+        return self.joined.rank
 
     @property
     def flight(self) -> Inflight[Operation]:
@@ -220,7 +229,7 @@ class Live:
     def save(self) -> Hashable:
         save, member, ops = self._references.save, self.member, self.flight.ops
         return (
-            self._saved_node if self._node is None else freeze(self._node),
+            self._saved if self._joined is None else freeze(self._joined),
             save(self.core, _APART),
             save(member, _APART),
             save(member.inflight, ("ops",)),
@@ -251,8 +260,8 @@ class Live:
         )
 
     def load(self, saved: Any) -> None:
-        self._saved_node, core, member, flight, rosters, ops, stream, pending = saved
-        self._node = None
+        self._saved, core, member, flight, rosters, ops, stream, pending = saved
+        self._joined = None
         load = self._references.load
         load(self.core, core, _APART)
         load(self.member, member, _APART)
@@ -373,7 +382,7 @@ class Live:
 
     def hear(self, message: m.Message) -> str:
         """A message of the coordinator. A change of view stops the exchange, and the others are told."""
-        self._do(self.node.from_up(message))
+        self._do(self.joined.leader.from_coordinator(message))
         if isinstance(message, m.NewView):
             if self.failed:
                 return f"learns that it is not in view {message.view.epoch}, and fails its ops"
@@ -411,9 +420,9 @@ class Live:
     def _diverged(self, divergence: Divergence) -> None:
         raise BrokenPromise(f"a false alarm at {self.replica}: {divergence}")
 
-    def _do(self, actions: list[n.Action]) -> None:
-        for action in actions:
-            if isinstance(action, n.Up):
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in self.joined.carry(actions):
+            if isinstance(action, ToCoordinator):
                 self.up.append(action.message)
             elif isinstance(action, n.ToPeer):
                 self.out.append((action.replica, action.message))

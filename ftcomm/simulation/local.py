@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import View
@@ -295,5 +295,5 @@ class Coordination:
 
 def opening(live: Live) -> list[m.Message]:
     """What a member says to the coordinator first."""
-    live.node.start()
-    return [action.message for action in live.node.up_opened() if isinstance(action, n.Up)]
+    live.joined.start()
+    return [action.message for action in live.joined.leader.opened() if isinstance(action, ToCoordinator)]

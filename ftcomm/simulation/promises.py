@@ -159,7 +159,7 @@ class Promises:
         """Check that nobody waits for a leader that has left and ended some time ago, whoever has heard its last
         word."""
         for rank in others:
-            leader = rank.node.leader
+            leader = None if rank.leader is None else rank.leader.leader
             if not rank.alive or leader is None or gone.replica not in leader.waiting():
                 continue
             if leader.view is not None and leader.view.has(gone.replica, gone.incarnation):

@@ -1,6 +1,7 @@
 """A simulated process: one rank, with all that is pure of the product in it, driven as the product drives it.
 
-Node                      as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
+RankNode                  as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
+LeaderNode                in rank 0, as `ftcomm.control.leader_driver` drives it
 ExchangeCore              see `ftcomm.simulation.exchange`: one of the group of all, and one of each subgroup
 DerivedMembership         of a subgroup, see `ftcomm.simulation.subgroup`
 StaticMembership          of a static group, see `ftcomm.simulation.static`
@@ -13,15 +14,18 @@ All of a history belongs to one thread.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control import rank_node as n
 from ftcomm.control.failed_dials import Cause
+from ftcomm.control.joined import Action, Joined
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import Address, Member, View
@@ -90,7 +94,12 @@ class Rank(Process):
         self.holds_state = False
         self.view: View | None = None  # that the script stands in
         address = Address(f"host{host}", port % 65536, f"boot{host}", port, 0, nonce)
-        self.node = n.Node(replica, index, ranks, incarnation, address, timeouts)
+        self.node = n.RankNode(replica, index, address, timeouts)
+        self.leader: LeaderNode | None = None
+        self._joined: Joined | None = None
+        if index == 0:
+            self.leader = LeaderNode(replica, incarnation, ranks, timeouts)
+            self._joined = Joined(self.node, self.leader)
         self._leader_port = leader_port
         self._on_exit = on_exit
         self._up: SimulatedLink | None = None
@@ -111,19 +120,31 @@ class Rank(Process):
 
     def start(self) -> None:
         self.say("starts on host %s", self.host)
-        self.do(self.node.start())
-        if self.node.leader is not None:
-            self._up = self._link_up(COORDINATOR, "leader", {})
+        if self._joined is None:
+            self._up = self._link_up(self._leader_port)
         else:
-            self._up = self._link_up(self._leader_port, "rank", {"shard": self.index})
+            self.do(self._joined.start())
+            self._up = self._link_to_coordinator(self._joined.leader)
         self._tick()
 
-    def _link_up(self, port: int, purpose: str, fields: dict[str, Any]) -> SimulatedLink:
+    def _link_to_coordinator(self, leader: LeaderNode) -> SimulatedLink:
+        return SimulatedLink(
+            self.network,
+            self,
+            COORDINATOR,
+            lambda target, connection: target.accepts(connection, "leader", {}),  # type: ignore[attr-defined]
+            on_open=lambda: self.do(leader.opened()),
+            on_message=lambda message: self.do(leader.from_coordinator(message)),
+            on_down=lambda reason, ended: self.do(leader.lost()),
+        )
+
+    def _link_up(self, port: int) -> SimulatedLink:
+        fields = {"shard": self.index}
         return SimulatedLink(
             self.network,
             self,
             port,
-            lambda target, connection: target.accepts(connection, purpose, fields),  # type: ignore[attr-defined]
+            lambda target, connection: target.accepts(connection, "rank", fields),  # type: ignore[attr-defined]
             on_open=lambda: self.do(self.node.up_opened()),
             on_message=lambda message: self.do(self.node.from_up(message)),
             on_down=lambda reason, ended: self.do(
@@ -170,12 +191,12 @@ class Rank(Process):
         if purpose == "member":
             connection.receive[1] = lambda message: self._from_peer(connection, message)
             return True
-        if purpose == "rank" and self.node.leader is not None:
-            shard = fields["shard"]
+        if purpose == "rank" and self.leader is not None:
+            shard, leader = fields["shard"], self.leader
             self._ranks[shard] = connection
-            connection.receive[1] = lambda message: self.do(self.node.from_rank(shard, message, self.clock()))
+            connection.receive[1] = lambda message: self.do(leader.from_rank(shard, message, self.clock()))
             connection.told = ViewsSent(shard)
-            connection.closed[1] = lambda reason: self._rank_lost(shard, connection, reason)
+            connection.closed[1] = lambda reason: self._rank_lost(leader, shard, connection, reason)
             return True
         if purpose == "data":
             self.exchange.attach(connection, fields["replica"], fields["epoch"], fields["nonce"])
@@ -188,32 +209,31 @@ class Rank(Process):
         if later is not None:
             connection.send(1, later)
 
-    def _rank_lost(self, shard: int, connection: SimulatedConnection, reason: NoConnection) -> None:
+    def _rank_lost(self, leader: LeaderNode, shard: int, connection: SimulatedConnection, reason: NoConnection) -> None:
         if self._ranks.get(shard) is connection:  # else it is here again, by another one
             del self._ranks[shard]
-            self._seek(shard, str(reason), self.clock())
+            self._seek(leader, shard, str(reason), self.clock())
 
-    def _seek(self, shard: int, why: str, begun: float) -> None:
-        """Find out, as `ftcomm.control.agent` does, whether a rank of ours has ended whose connection has."""
-        leader = self.node.leader
-        there = None if leader is None else leader.addresses.get(shard)
+    def _seek(self, leader: LeaderNode, shard: int, why: str, begun: float) -> None:
+        """Find out, as `ftcomm.control.leader_driver` does, whether a rank of ours has ended whose connection has."""
+        there = leader.leader.addresses.get(shard)
         if shard in self._ranks or self._up is None:
             return
         if there is None:
-            self.do(self.node.rank_lost(shard, why))
+            self.do(leader.rank_lost(shard, why))
             return
 
         def told(outcome: str) -> None:
             if shard in self._ranks or self._up is None:
                 return
             if outcome == "ended":
-                self.do(self.node.rank_lost(shard, why))
+                self.do(leader.rank_lost(shard, why))
                 return
             if outcome == "refused":
-                self.do(self.node.rank_refused(shard, why))
+                self.do(leader.rank_refused(shard, why))
             if outcome == "answered" or (outcome == "mute" and self.clock() - begun < self.timeouts.op):
-                self.do(self.node.rank_acknowledged(shard, self.clock()))
-            self.after(self.timeouts.beat, self._seek, shard, why, begun)
+                self.do(leader.rank_acknowledged(shard, self.clock()))
+            self.after(self.timeouts.beat, self._seek, leader, shard, why, begun)
 
         self.network.knock(self, there.pid, told)
 
@@ -222,7 +242,11 @@ class Rank(Process):
         if self.gone:
             return
         self._look()
-        self.do(self.node.tick(self.clock()))
+        if self._joined is not None:
+            self.do(self._joined.tick(self.clock()))
+        else:
+            self.do(self.node.beat(self.clock()))
+            self.do(self.node.tick(self.clock()))
         self.exchange.exchange.wake()
         for group in self._of_some():
             group.exchange.kick()
@@ -231,12 +255,12 @@ class Rank(Process):
         """Look whose kernels answer, before anything more is sent to them."""
         now = self.clock()
         above = None if self._up is None else self._up.unanswered()
-        if above is not None:
+        if above is not None and self.leader is None:
             self.do(self.node.up_acknowledged(now - above))
         for shard, connection in self._ranks.items():
             seconds = connection.unanswered(1)
-            if seconds is not None:
-                self.do(self.node.rank_acknowledged(shard, now - seconds))
+            if seconds is not None and self.leader is not None:
+                self.do(self.leader.rank_acknowledged(shard, now - seconds))
         peers = {replica: link.unanswered() for replica, (_, link) in self._links.items()}
         known = {replica: seconds for replica, seconds in peers.items() if seconds is not None}
         for replica in [replica for replica in sorted(self._down) if known.get(replica) == 0.0]:
@@ -246,14 +270,14 @@ class Rank(Process):
 
     # -- what the node wants -----------------------------------------------------------------------------------------
 
-    def do(self, actions: list[n.Action]) -> None:
-        """Carry out what the node wants."""
-        for action in actions:
+    def do(self, actions: Sequence[Action]) -> None:
+        """Carry out what a node wants."""
+        for action in actions if self._joined is None else self._joined.carry(actions):
             match action:
-                case n.Up(message):
+                case n.Up(message) | ToCoordinator(message):
                     if self._up is not None:
                         self._up.send(message)
-                case n.Down(shard, message):
+                case ToRank(shard, message):
                     if shard in self._ranks:
                         self._ranks[shard].send(1, message)
                 case n.ToPeer(replica, message):

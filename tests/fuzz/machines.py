@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +17,10 @@ from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control import rank_node as n
+from ftcomm.control.joined import Action, Joined
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.member import Phase
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Addresses, Member, View
@@ -103,18 +107,20 @@ class Coordinated:
 
 
 class Ranked:
-    """Rank 0 or 1 of two of replica 0: member, leader and what joins them."""
+    """Rank 0 or 1 of two of replica 0, and the leader: joined to rank 0, or alone beside rank 1."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
         self.now = 0.0
         self.seen: deque[int] = deque([0, 1, 2], maxlen=6)
         self.rank = choices.number() % 2
-        self.node = n.Node(0, self.rank, 2, "a0", ADDRESS, TIMEOUTS)
+        self.node = n.RankNode(0, self.rank, ADDRESS, TIMEOUTS)
+        self.leader = LeaderNode(0, "a0", 2, TIMEOUTS)
+        self.joined = Joined(self.node, self.leader) if self.rank == 0 else None
         self.epoch = 0
         self.freeze: View | None = None
         self.resume: View | None = None
-        self.check(self.node.start())
+        self.check(self.joined.start() if self.joined is not None else [])
 
     def view(self) -> View:
         """An honest one, so that something is there to be upset."""
@@ -126,22 +132,21 @@ class Ranked:
         return View(self.epoch, None, members, "")
 
     def step(self) -> None:
-        node, choices = self.node, self.choices
+        node, leader, choices = self.node, self.leader, self.choices
         what = choices.number() % 16
         told = message(choices, tuple(self.seen), GIVEN) if what < 8 else None
         replica = choices.pick((0, 1, 2, 3))
         if what < 8 and told is None:
             return
         if what < 3:
-            self.check(node.from_up(told))
+            self.from_up(told)
         elif what < 6:
             self.check(node.from_peer(told, self.now))
         elif what < 8:
-            self.check(node.from_rank(choices.number() % 2, told, self.now))
+            self.check(leader.from_rank(choices.number() % 2, told, self.now))
         elif what == 8:
             self.check(node.from_up(m.Welcome("a0")))
-            told = m.Registered(self.view()) if choices.number() % 4 == 0 else m.NewView(self.view())
-            self.check(node.from_up(told))
+            self.from_up(m.Registered(self.view()) if choices.number() % 4 == 0 else m.NewView(self.view()))
         elif what == 9:
             self.check(node.boundary(choices.pick(tuple(s for s in self.seen if s < 1 << 32))))
         elif what == 10 and self.freeze is not None:
@@ -150,21 +155,30 @@ class Ranked:
             self.check(node.resumed(self.resume))
         elif what == 12:
             self.now += choices.pick((0.0, TIMEOUTS.beat, 1.1, TIMEOUTS.heartbeat / 3))
+            self.check(node.beat(self.now))
+            self.check(leader.tick(self.now))
             self.check(node.tick(self.now))
         elif what == 13:
-            self.check(node.up_opened() if choices.number() % 2 else node.peer_opened(replica))
+            opened = choices.pick((node.up_opened, leader.opened))
+            self.check(opened() if choices.number() % 2 else node.peer_opened(replica))
         elif what == 14:
             epoch = choices.pick(tuple(self.seen))
             self.check(node.peer_lost(replica, epoch, "x", proof=choices.number() % 2 == 0))
             self.check(node.peer_back(replica))
         elif choices.number() < 32:
-            self.check(choices.pick((node.up_lost, node.failed))("x"))
+            self.check(choices.pick((node.up_lost, node.failed, lambda why: leader.lost()))("x"))
         elif choices.number() < 32:
-            self.check(node.rank_lost(1, "x"))
+            self.check(leader.rank_lost(1, "x"))
 
-    def check(self, actions: list[n.Action]) -> None:
-        for action in actions:
-            if isinstance(action, n.Up | n.Down | n.ToPeer):
+    def from_up(self, message: m.Message) -> None:
+        """What the coordinator says to the leader, or the leader to rank 1."""
+        self.check(self.node.from_up(message) if self.joined is None else self.leader.from_coordinator(message))
+        if self.joined is None:
+            self.check(self.leader.from_coordinator(message))
+
+    def check(self, actions: Sequence[Action]) -> None:
+        for action in actions if self.joined is None else self.joined.carry(actions):
+            if isinstance(action, n.Up | n.ToPeer | ToCoordinator | ToRank):
                 sendable(action.message)
             elif isinstance(action, act.Freeze):
                 assert self.freeze is None or action.view.epoch > self.freeze.epoch, "back to an older view"

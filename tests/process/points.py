@@ -43,7 +43,8 @@ from ftcomm.collective.publisher import Publisher
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.leader import Leader
-from ftcomm.control.node import Node
+from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.rank_node import RankNode
 from ftcomm.data_plane import LocalDataPlane
 from ftcomm.group import Group
 from ftcomm.internals import Internals
@@ -122,15 +123,15 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
 
         setattr(owner, name, wrapped)
 
-    before(Node, "up_opened", "connected")
-    before(Node, "from_up", _heard)
+    before(LeaderNode, "opened", "connected")
+    before(RankNode, "from_up", _heard)
     before(Agent, "enter", lambda self, *rest: None if self.view is not None else "ready")
     before(Leader, "_at_boundary", "standing")
     before(Leader, "from_leader", "answered")
-    before(Node, "quiesced", "told")
+    before(RankNode, "quiesced", "told")
     before(LocalDataPlane, "reach", "reaching")
     before(LocalDataPlane, "resume", "resuming")
-    before(Node, "resumed", "resumed")
+    before(RankNode, "resumed", "resumed")
     before(Group, "allreduce", "op")
     before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)
     words = {POSTED: "posted", TAKEN: "taken"}
@@ -144,7 +145,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Internals, "caught_up", "caught_up", after="said")
 
 
-def _heard(self: Node, message: m.Message) -> str | None:
+def _heard(self: RankNode, message: m.Message) -> str | None:
     if isinstance(message, m.NewView):
         return "viewed" if self.view is None else "changed"
     return {m.Registered: "known", m.Queued: "queued", m.Prepare: "asked"}.get(type(message))

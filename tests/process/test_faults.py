@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ftcomm
-from ftcomm.control.node import Node
+from ftcomm.control.rank_node import RankNode
 from ftcomm.control.views import View
 
 from .bodies import end_apart, reduce_forever
@@ -228,14 +228,14 @@ def _until(condition: object, text: str, seconds: float = DEADLINE if SLOWER == 
 
 def late_to_hear(settings: Any, arguments: dict[str, Any]) -> None:
     """The control plane is told half a second late that ops run in a new view, as on a busy machine."""
-    resumed = Node.resumed
+    resumed = RankNode.resumed
 
-    def late(self: Node, view: View) -> list[Any]:
+    def late(self: RankNode, view: View) -> list[Any]:
         if self.view is not None:
             time.sleep(0.5)
         return resumed(self, view)
 
-    Node.resumed = late  # type: ignore[method-assign]
+    RankNode.resumed = late  # type: ignore[method-assign]
 
 
 def note_members(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 A file in `transcripts/` holds commands (`> kill 2`) and, beneath each, all that follows from it: which message goes
 from whom to whom, which view is written down, what each rank does. Beneath `>> kill 2` nothing is shown. The production
-machines (`Coordinator` and `Node`) say every message of it; this module only carries their messages, in the order in
-which they are sent, and lets time pass. The manner is that of etcd's raft library. Rewrite all files, or some, after a
-change that is meant:
+machines (`Coordinator`, `LeaderNode`, `RankNode`) say every message of it; this module only carries their messages, in
+the order in which they are sent, and lets time pass. The manner is that of etcd's raft library. Rewrite all files, or
+some, after a change that is meant:
 
     .venv/bin/python -m tests.simulation.conversation [NAME...]
 
@@ -22,7 +22,7 @@ import dataclasses
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,10 @@ from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control import rank_node as n
+from ftcomm.control.joined import Action, Joined
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.suspicion import Outcome, Probe, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Member, View
@@ -58,13 +61,15 @@ class Line:
 
 
 class Rank:
-    """One process: its `Node`, and a script that runs `for step in steps: boundary(step); op()` up to its goal."""
+    """One process: its `RankNode`, in rank 0 also the leader, and a script that runs
+    `for step in steps: boundary(step); op()` up to its goal."""
 
     def __init__(self, replica: int, index: int, ranks: int, life: str, address: Address) -> None:
         self.replica, self.index, self.life = replica, index, life
         self.name = f"{life}.{index}" if ranks > 1 else life
         self.address = address
-        self.node = n.Node(replica, index, ranks, life, address, TIMEOUTS)
+        self.node = n.RankNode(replica, index, address, TIMEOUTS)
+        self.joined = Joined(self.node, LeaderNode(replica, life, ranks, TIMEOUTS)) if index == 0 else None
         self.alive, self.stopped = True, False
         self.state = "joining"  # preparing, computing, boundary, op, finished, left, failed
         self.goal = 0  # the script runs until it has finished the step before this one
@@ -77,6 +82,11 @@ class Rank:
         self.links: dict[int, str] = {}  # replica -> the life to which there is a link; "" while it is down
         self.down: set[int] = set()  # replicas whose link could not be made again
         self.progressed = self.reported = 0.0
+
+    @property
+    def leader(self) -> LeaderNode:
+        assert self.joined is not None
+        return self.joined.leader
 
     @property
     def runs(self) -> bool:
@@ -176,7 +186,8 @@ class Conversation:
         address = Address(f"host{replica}", 1, f"boot{replica}", lives + 1, 0, f"{number:016x}{lives:016x}")
         self.lives[life] = [Rank(number, index, self._ranks, life, address) for index in range(self._ranks)]
         for rank in self.lives[life]:
-            self._do(rank, rank.node.start())
+            if rank.joined is not None:
+                self._do(rank, rank.joined.start())
             self._link_up(rank)
 
     def do_ready(self, replica: str) -> None:
@@ -293,7 +304,11 @@ class Conversation:
         self._answer()
         for rank in self._all():
             if rank.runs and rank.state not in ("failed",):
-                self._do(rank, rank.node.tick(self.now))
+                if rank.joined is not None:
+                    self._do(rank, rank.joined.tick(self.now))
+                else:
+                    self._do(rank, rank.node.beat(self.now))
+                    self._do(rank, rank.node.tick(self.now))
                 self._look_at_stall(rank)
         if self.coordinator is not None:
             self._do_coordinator(self.coordinator.tick(self.now))
@@ -306,14 +321,11 @@ class Conversation:
                 if self._open(self._place(rank), self.at):
                     self._acknowledged[rank.name, self.at] = self.now
                 at = self._acknowledged.get((rank.name, self.at))
-                if at is not None:
-                    if self.coordinator is not None:
-                        self.coordinator.acknowledged(rank.conn, at)
-                    if rank.runs:
-                        self._do(rank, rank.node.up_acknowledged(at))
+                if at is not None and self.coordinator is not None:
+                    self.coordinator.acknowledged(rank.conn, at)
             elif rank.index and self._leader(rank).alive and rank.runs:
                 self._do(rank, rank.node.up_acknowledged(self.now))
-                self._do(self._leader(rank), self._leader(rank).node.rank_acknowledged(rank.index, self.now))
+                self._do(self._leader(rank), self._leader(rank).leader.rank_acknowledged(rank.index, self.now))
             answers = {}
             for replica, life in rank.links.items():
                 peer = self.lives[life][rank.index] if life else None
@@ -362,7 +374,7 @@ class Conversation:
         elif self.coordinator is not None and self._open(self._place(rank), self.at):
             self._conns += 1
             rank.conn, rank.above = self._conns, self.coordinator
-            self._do(rank, rank.node.up_opened())
+            self._do(rank, rank.leader.opened())
 
     def _link(self, rank: Rank, replica: int) -> None:
         """Dial a member of the view that the rank knows."""
@@ -398,7 +410,7 @@ class Conversation:
 
             self._post(leader.name, self.at, closed)
         if leader.runs:
-            self._do(leader, leader.node.up_lost("the connection ended"))
+            self._do(leader, leader.leader.lost())
 
     def _end(self, rank: Rank) -> None:
         """The process ends, and its kernel says so wherever it was connected."""
@@ -411,7 +423,7 @@ class Conversation:
             leader = self._leader(rank)
 
             def lost() -> None:
-                self._do(leader, leader.node.rank_lost(rank.index, "its process has ended"))
+                self._do(leader, leader.leader.rank_lost(rank.index, "its process has ended"))
 
             self._post(rank.name, leader.name, lost)
         for other in self._all():
@@ -516,20 +528,19 @@ class Conversation:
 
         def deliver() -> None:
             if leader.alive and leader.conn == conn:
-                self._do(leader, leader.node.from_up(message))
+                self._do(leader, leader.leader.from_coordinator(message))
 
         self._post(source, leader.name, deliver)
 
-    def _do(self, rank: Rank, actions: Iterable[n.Action]) -> None:
+    def _do(self, rank: Rank, actions: Sequence[Action]) -> None:
         if not rank.alive:
             return
-        for action in actions:
-            if isinstance(action, n.Up):
-                if rank.index == 0:
-                    self._to_coordinator(rank, action.message)
-                else:
-                    self._carry(rank, self._leader(rank), action.message, up=True)
-            elif isinstance(action, n.Down):
+        for action in actions if rank.joined is None else rank.joined.carry(actions):
+            if isinstance(action, ToCoordinator):
+                self._to_coordinator(rank, action.message)
+            elif isinstance(action, n.Up):
+                self._carry(rank, self._leader(rank), action.message, up=True)
+            elif isinstance(action, ToRank):
                 self._carry(rank, self.lives[rank.life][action.shard], action.message, up=False)
             elif isinstance(action, n.ToPeer):
                 self._to_peer(rank, action.replica, action.message)
@@ -557,7 +568,7 @@ class Conversation:
 
         def deliver() -> None:
             if up:
-                self._do(target, target.node.from_rank(source.index, message, self.now))
+                self._do(target, target.leader.from_rank(source.index, message, self.now))
             else:
                 self._do(target, target.node.from_up(message))
 

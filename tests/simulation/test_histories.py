@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import messages as m
-from ftcomm.control.node import ToPeer
+from ftcomm.control.rank_node import ToPeer
 from ftcomm.control.removals import LINGER
 from ftcomm.simulation.history import run
 from ftcomm.simulation.job import Replica, SimulatedJob

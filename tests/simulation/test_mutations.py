@@ -30,7 +30,7 @@ from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control import rank_node as n
 from ftcomm.control.actions import Passed
 from ftcomm.control.admissions import Admissions
 from ftcomm.control.decisions import Decisions
@@ -38,9 +38,10 @@ from ftcomm.control.detector import Detector
 from ftcomm.control.gathered import Losses
 from ftcomm.control.job_views import JobViews
 from ftcomm.control.leader import Leader
+from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.member import Machine
-from ftcomm.control.node import Node
+from ftcomm.control.rank_node import RankNode
 from ftcomm.control.reconfiguration import Proposal, contributing
 from ftcomm.control.removals import Removals
 from ftcomm.control.running_time import RunningTime
@@ -311,8 +312,8 @@ def skips_a_kept_step(patch: Patch) -> None:
 
 def finished_once(patch: Patch) -> None:
     """The end of a script is said once, whether the coordinator is there or not."""
-    opened = Node.up_opened
-    patch.setattr(Node, "up_opened", lambda self: opened(self)[:1])
+    opened = LeaderNode.opened
+    patch.setattr(LeaderNode, "opened", lambda self: opened(self)[:1])
 
 
 def silence_is_death(patch: Patch) -> None:
@@ -333,13 +334,13 @@ def waits_of_ops_begin_anew(patch: Patch) -> None:
 
 def waits_of_changes_begin_anew(patch: Patch) -> None:
     """A change of view waits as if nobody had been waited for before it."""
-    quiesced = Node.quiesced
+    quiesced = RankNode.quiesced
 
-    def forgetful(self: Node, epoch: int, progress: m.Progress, awaited: Any) -> list[Any]:
+    def forgetful(self: RankNode, epoch: int, progress: m.Progress, awaited: Any) -> list[Any]:
         self._since.clear()
         return quiesced(self, epoch, progress)
 
-    patch.setattr(Node, "quiesced", forgetful)
+    patch.setattr(RankNode, "quiesced", forgetful)
 
 
 class _Everybody:
@@ -349,9 +350,9 @@ class _Everybody:
 
 def hands_on_waits_for_the_lost(patch: Patch) -> None:
     """What a boundary has waited for a replica that is gone, the next op is charged with."""
-    do, disturbed = Node._do_member, Watchdog.disturbed
+    do, disturbed = RankNode._do_member, Watchdog.disturbed
 
-    def hands_all(self: Node, actions: list[Any]) -> list[n.Action]:
+    def hands_all(self: RankNode, actions: list[Any]) -> list[n.Action]:
         waits = {life[0]: self._ran.seconds - since for life, since in self._at_boundary.items()}
         done = [action for action in do(self, actions) if not isinstance(action, n.HandWaits)]
         passes = waits and any(isinstance(action, Passed) for action in done)
@@ -361,7 +362,7 @@ def hands_on_waits_for_the_lost(patch: Patch) -> None:
         disturbed(self, issued, members, members)
         self._members = _Everybody()  # type: ignore[assignment]
 
-    patch.setattr(Node, "_do_member", hands_all)
+    patch.setattr(RankNode, "_do_member", hands_all)
     patch.setattr(Watchdog, "disturbed", charged)
 
 
@@ -432,13 +433,13 @@ def silence_of_a_rank_is_death(patch: Patch) -> None:
 
 def no_leader_is_the_end(patch: Patch) -> None:
     """A rank that does not hear its leader ends."""
-    look_up = Node._look_up
+    look_up = RankNode._look_up
 
-    def hasty(self: Node, now: float) -> list[Any]:
+    def hasty(self: RankNode, now: float) -> list[Any]:
         actions = look_up(self, now)
         return self._orphaned("silent") if self._leaderless else actions
 
-    patch.setattr(Node, "_look_up", hasty)
+    patch.setattr(RankNode, "_look_up", hasty)
 
 
 def one_that_is_divided_goes(patch: Patch) -> None:
@@ -601,7 +602,7 @@ def tells_of_no_silent_rank(patch: Patch) -> None:
 
 def waits_for_the_first_view(patch: Patch) -> None:
     """Nobody is missed before the first view of the job is in force, as if all were still on their way to it."""
-    patch.setattr(Node, "_joins", property(lambda self: not self.machine.ran))
+    patch.setattr(RankNode, "_joins", property(lambda self: not self.machine.ran))
 
 
 def severed_is_unreachable(patch: Patch) -> None:
@@ -766,7 +767,7 @@ def leaves_untold(patch: Patch) -> None:
 
 def waits_for_no_coordinator(patch: Patch) -> None:
     """Who waits for a member that is lost gives up, though nobody is there to decide that."""
-    patch.setattr(Node, "_wait_on", lambda self, excused: [])
+    patch.setattr(RankNode, "_wait_on", lambda self, excused: [])
 
 
 def goes_on_without_who_leaves(patch: Patch) -> None:

@@ -127,36 +127,33 @@ def test_long_floods_are_not_remembered() -> None:
     while ranked.choices:
         ranked.step()
     assert entries(told.machine) < 1000
-    assert entries(ranked.node) < 20_000
+    assert entries(ranked.joined) < 20_000
 
 
 def test_a_leader_answers_for_a_bounded_number_of_proposals_and_members_hear_of_a_bounded_number_of_epochs() -> None:
     ranked = Ranked(Choices(b"\x00"))
-    ranked.check(ranked.node.from_up(m.Welcome("a0")))
-    ranked.check(ranked.node.from_up(m.NewView(ranked.view())))
+    ranked.from_up(m.NewView(ranked.view()))
     for number in range(70_000):
-        ranked.node.from_peer(m.Boundary(number % 1000, 1, number, None), 0.0)
+        ranked.check(ranked.node.from_peer(m.Boundary(number % 1000, 1, number, None), 0.0))
     for number in range(3000):
         ranked.node.from_peer(m.MemberProgress(1, "a1", 1 + number, m.Progress(0, ())), 0.0)
-    assert ranked.node.leader is not None
-    assert entries(ranked.node.leader) < 20_000
+    assert entries(ranked.leader) < 20_000
     assert entries(ranked.node.machine) < 1000
-    refused = ranked.node.from_up(m.Prepare(1 << 40, 1, 100))
+    refused = ranked.leader.from_coordinator(m.Prepare(1 << 40, 1, 100))
     assert [action.message.ok for action in refused] == [False], "one that was forgotten must not be promised"
 
 
 def test_a_leader_hears_members_only() -> None:
     ranked = Ranked(Choices(b"\x00"))
-    ranked.check(ranked.node.from_up(m.Welcome("a0")))
     view = ranked.view()
-    ranked.check(ranked.node.from_up(m.NewView(view)))
+    ranked.from_up(m.NewView(view))
     ranked.check(ranked.node.quiesced(view.epoch, m.Progress(0, ())))
     ranked.check(ranked.node.resumed(view))
-    ranked.node.from_up(m.Prepare(1 << 40, 1, 100))
-    before = entries(ranked.node)
+    ranked.from_up(m.Prepare(1 << 40, 1, 100))
+    before = entries(ranked.joined)
     for replica in range(5, 1000):
-        ranked.node.from_peer(m.Boundary(replica, 1, 1 << 40, None), 0.0)
-    assert entries(ranked.node) == before
+        ranked.check(ranked.node.from_peer(m.Boundary(replica, 1, 1 << 40, None), 0.0))
+    assert entries(ranked.joined) == before
 
 
 def test_the_seeds_are_of_all_kinds() -> None:

@@ -780,8 +780,9 @@ def test_a_rank_that_has_come_to_the_leader_of_another_replica_takes_the_place_o
         before = counts().get("fields", 0)
         job.agent(1, 1, leader_socket.getsockname())
         until(lambda: counts().get("fields", 0) > before)
-        assert not leader._incoming.ranks
-        assert 1 not in leader._node.leader.addresses
+        assert leader._leading is not None
+        assert not leader._leading.ranks
+        assert 1 not in leader._leading.node.leader.addresses
     finally:
         job.close()
 
@@ -796,7 +797,7 @@ def test_a_reset_between_a_rank_and_its_leader_costs_nothing() -> None:
             one.register(DEADLINE)
         for times in range(1, 4):
             relay.cut()
-            until(lambda times=times: relay.count > times and 1 in agents[0]._incoming.ranks)  # type: ignore[misc]
+            until(lambda times=times: relay.count > times and 1 in agents[0]._leading.ranks)  # type: ignore[misc]
         job.do(_drained(job.server))
         training = [threading.Thread(target=_train, args=(one,), daemon=True) for one in agents]
         for thread in training:

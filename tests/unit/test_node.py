@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
-from ftcomm.control import node as n
+from ftcomm.control import rank_node as n
 from ftcomm.control.blame import BOUNDARY, CHANGE
 from ftcomm.control.failed_dials import Cause
+from ftcomm.control.joined import Action, Joined
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout
@@ -30,10 +35,55 @@ def view(epoch: int, replicas: tuple[int, ...], ranks: int = 1, step: int | None
     return View(epoch, step, members, "", proposal)
 
 
-def running(replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0) -> n.Node:
+class Process:
+    """One process of replica 0: a rank, and rank 0 with the leader. It has all methods of the rank; what it sends
+    upwards is an `Up`, whoever is there."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank = n.RankNode(0, rank, address(0, rank), TIMEOUTS)
+        self.leader = LeaderNode(0, "life-0", ranks, TIMEOUTS)
+        self.joined = Joined(self.rank, self.leader) if rank == 0 else None
+        if self.joined is not None:
+            self.joined.start()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.rank, name)
+        return (lambda *args, **how: self._done(found(*args, **how))) if callable(found) else found
+
+    def _done(self, result: Any) -> Any:
+        if not isinstance(result, list):
+            return result
+        actions = result if self.joined is None else self.joined.carry(result)
+        return [n.Up(action.message) if isinstance(action, ToCoordinator) else action for action in actions]
+
+    def up_opened(self) -> list[Action]:
+        return self._done(self.rank.up_opened() if self.joined is None else self.leader.opened())
+
+    def up_lost(self, reason: str, **how: bool) -> list[Action]:
+        return self._done(self.rank.up_lost(reason, **how) if self.joined is None else self.leader.lost())
+
+    def from_up(self, message: m.Message) -> list[Action]:
+        told = self.rank.from_up if self.joined is None else self.leader.from_coordinator
+        return self._done(told(message))
+
+    def tick(self, now: float) -> list[Action]:
+        if self.joined is None:
+            return [*self.rank.beat(now), *self.rank.tick(now)]
+        return self._done(self.joined.tick(now))
+
+    def from_rank(self, shard: int, message: m.Message, now: float) -> list[Action]:
+        return self._done(self.leader.from_rank(shard, message, now))
+
+    def rank_acknowledged(self, shard: int, at: float) -> list[Action]:
+        return self._done(self.leader.rank_acknowledged(shard, at))
+
+    def rank_refused(self, shard: int, reason: str) -> list[Action]:
+        return self._done(self.leader.rank_refused(shard, reason))
+
+
+def running(replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0) -> Process:
     """Replica 0, in force in epoch 1."""
-    node = n.Node(0, rank, ranks, "life-0", address(0, rank), TIMEOUTS)
-    node.start()
+    node = Process(rank, ranks)
     node.up_opened()
     if rank == 0:
         for other in range(1, ranks):
@@ -44,7 +94,7 @@ def running(replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0
     return node
 
 
-def change(node: n.Node, to: View) -> list[n.Action]:
+def change(node: Process, to: View) -> list[Action]:
     """The view, told, installed and resumed."""
     actions = node.from_up(m.NewView(to))
     assert act.Freeze(to) in actions
@@ -58,11 +108,11 @@ def change(node: n.Node, to: View) -> list[n.Action]:
     return actions + node.resumed(to)
 
 
-def said(actions: list[n.Action], kind: type) -> list[m.Message]:
+def said(actions: list[Action], kind: type) -> list[m.Message]:
     return [action.message for action in actions if isinstance(action, n.Up) and isinstance(action.message, kind)]
 
 
-def ticks(node: n.Node, start: float, seconds: float, alive: tuple[int, ...]) -> list[n.Action]:
+def ticks(node: Process, start: float, seconds: float, alive: tuple[int, ...]) -> list[Action]:
     """Time passes, with signs of life of `alive`."""
     actions = []
     for tick in range(int(seconds)):
@@ -256,7 +306,7 @@ def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_f
     actions = node.failed("out of memory")
     assert isinstance(actions[-1], act.Failed)
     assert [x.proof for x in said(actions, m.Suspect)] == [True]  # type: ignore[attr-defined]
-    assert [(a.shard, type(a.message)) for a in actions if isinstance(a, n.Down)] == [(1, m.Expelled)]
+    assert [(a.shard, type(a.message)) for a in actions if isinstance(a, ToRank)] == [(1, m.Expelled)]
     assert node.failed("again") == []
 
 
@@ -279,14 +329,14 @@ def test_a_connection_to_the_leader_that_ends_is_made_again_and_all_is_said_agai
 
     leader = running(ranks=2)
     leader.from_up(m.Prepare(7, 1, 5))
-    told = [a.message for a in leader.from_rank(1, again[0], 0.0) if isinstance(a, n.Down)]
+    told = [a.message for a in leader.from_rank(1, again[0], 0.0) if isinstance(a, ToRank)]
     assert told == [m.Welcome("life-0"), m.NewView(view(1, (0, 1, 2), 2)), m.Prepare(7, 1, 5)]
     leader.from_rank(1, m.Promise(7, True, 3), 0.0)
-    told = [a.message for a in leader.from_rank(1, again[0], 0.0) if isinstance(a, n.Down)]
+    told = [a.message for a in leader.from_rank(1, again[0], 0.0) if isinstance(a, ToRank)]
     assert told == [m.Welcome("life-0"), m.NewView(view(1, (0, 1, 2), 2))]
     leader.from_up(m.Cancel(7))
     given_up = leader.from_rank(1, m.AtBoundary(7), 0.0)
-    assert given_up == [n.Down(1, m.Decision(7, None))]
+    assert given_up == [ToRank(1, m.Decision(7, None))]
 
 
 def test_who_promises_another_change_at_a_boundary_does_not_pass_it_when_the_first_is_given_up() -> None:
@@ -299,7 +349,7 @@ def test_who_promises_another_change_at_a_boundary_does_not_pass_it_when_the_fir
     leader.from_up(m.Cancel(7))
     leader.from_up(m.Prepare(8, 1, 5))
     again = [action.message for action in node.up_opened() if isinstance(action, n.Up)]
-    told = [a.message for said in again for a in leader.from_rank(1, said, 0.0) if isinstance(a, n.Down)]
+    told = [a.message for said in again for a in leader.from_rank(1, said, 0.0) if isinstance(a, ToRank)]
     assert told[-2:] == [m.Prepare(8, 1, 5), m.Decision(7, None)]
     actions = [action for message in told for action in node.from_up(message)]
     assert actions == [n.Up(m.Promise(8, True, -1)), n.Up(m.AtBoundary(8))]
@@ -326,8 +376,7 @@ def test_a_rank_whose_leader_is_silent_waits_for_it_as_long_as_an_op_and_says_so
 
 def test_a_rank_whose_leader_has_never_sent_a_message_says_so() -> None:
     """Else only those of other replicas do that are cut off from their leaders as well, and they alone are removed."""
-    node = n.Node(0, 1, 2, "life-0", address(0, 1), TIMEOUTS)
-    node.start()
+    node = Process(1, 2)
     node.up_opened()
     for beat in range(30):
         now = beat * TIMEOUTS.beat
@@ -365,7 +414,7 @@ def test_waits_go_on_while_the_coordinator_is_not_heard_but_not_for_ever() -> No
         other.up_acknowledged(now)
         actions = leader.tick(now)
         for action in actions:
-            if isinstance(action, n.Down) and isinstance(action.message, m.Ping):
+            if isinstance(action, ToRank) and isinstance(action.message, m.Ping):
                 other.from_up(action.message)
         went_on += [action.seconds for action in actions if isinstance(action, n.WaitOn)]
         other_went_on += [action.seconds for action in other.tick(now) if isinstance(action, n.WaitOn)]
@@ -495,10 +544,9 @@ def test_who_reaches_a_member_again_while_nobody_hears_that_says_so_later(rank: 
     assert n.Up(m.Reachable(1)) in node.up_opened()
 
 
-def registered(ranks: int, rank: int = 0) -> n.Node:
+def registered(ranks: int, rank: int = 0) -> Process:
     """Replica 0 joins a running job, which knows it: its scripts prepare."""
-    node = n.Node(0, rank, ranks, "life-0", address(0, rank), TIMEOUTS)
-    node.start()
+    node = Process(rank, ranks)
     node.up_opened()
     if rank == 0:
         for other in range(1, ranks):
@@ -510,7 +558,7 @@ def registered(ranks: int, rank: int = 0) -> n.Node:
 
 def test_a_replica_is_ready_when_the_scripts_of_all_its_ranks_are_and_says_so_to_a_new_coordinator() -> None:
     node = registered(ranks=3)
-    waits = [a.message for a in node.from_rank(2, m.Ready(), 0.0) if isinstance(a, n.Down) and a.shard == 2]
+    waits = [a.message for a in node.from_rank(2, m.Ready(), 0.0) if isinstance(a, ToRank) and a.shard == 2]
     assert isinstance(waits[0], m.Queued)
     assert waits[0].reason.endswith("missing: 0, 1")
     assert not said(node.tell(m.Ready()), m.Ready)
@@ -531,20 +579,18 @@ def test_who_is_dismissed_has_left_and_does_not_join_again() -> None:
     node = registered(ranks=2)
     actions = node.from_up(m.Dismissed("the job is being drained"))
     assert act.Passed(view(5, (0, 1, 2), 2), left=True) in actions
-    assert n.Down(1, m.Dismissed("the job is being drained")) in actions
+    assert ToRank(1, m.Dismissed("the job is being drained")) in actions
     assert not said(node.up_opened(), m.Join)
-    assert node.from_up(m.Expelled("later")) == [n.Down(1, m.Expelled("later"))]
+    assert node.from_up(m.Expelled("later")) == [ToRank(1, m.Expelled("later"))]
 
 
 def test_who_is_in_no_view_and_was_told_of_none_fails_when_it_is_dismissed() -> None:
-    node = n.Node(0, 0, 1, "life-0", address(0, 0), TIMEOUTS)
-    node.start()
+    node = Process()
     assert node.from_up(m.Dismissed("the job is being drained")) == [act.Failed("the job is being drained")]
 
 
 def test_a_rank_hears_for_what_it_waits_and_why_it_ends() -> None:
-    node = n.Node(0, 0, 1, "life-0", address(0, 0), TIMEOUTS)
-    node.start()
+    node = Process()
     for stage in m.Stage:
         assert node.from_up(m.Queued("news", stage)) == [act.JoinPending("news", stage)]
     over = m.Expelled("over", m.Ending.TOO_LATE)
@@ -564,8 +610,7 @@ def test_the_first_boundary_is_told_to_the_coordinator_at_once() -> None:
 
 def test_a_joiner_waits_for_everybody_to_come_to_its_boundary_and_accuses_nobody() -> None:
     """The others hear of it when their step is over, however long that takes; asked, it says that it waits."""
-    node = n.Node(0, 0, 1, "life-0", address(0, 0), TIMEOUTS)
-    node.start()
+    node = Process()
     node.up_opened()
     node.from_up(m.NewView(view(5, (0, 1, 2), step=9, proposal=7)))
     node.quiesced(5, m.Progress(0, ()))
@@ -620,7 +665,7 @@ def test_a_rank_ends_when_its_leader_is_started_again() -> None:
     assert not any(isinstance(action, act.Freeze) for action in node.from_up(m.NewView(view(9, (0, 1), 2))))
 
 
-def stalls(node: n.Node, begin: float, seconds: float) -> list[tuple[int, tuple[int, ...], int]]:
+def stalls(node: Process, begin: float, seconds: float) -> list[tuple[int, tuple[int, ...], int]]:
     told = said(ticks(node, begin, seconds, (1, 2)), m.Stalled)
     return [(x.epoch, x.waiting_on, round(x.lasted)) for x in told]  # type: ignore[attr-defined]
 

@@ -1,22 +1,19 @@
-"""All that one rank does in the control plane. It is pure. It holds the rank's `Machine`, in rank 0 also the replica's
-`Leader`, and knows what must be told when. `ftcomm.control.agent` drives it with real sockets and time,
-`ftcomm.simulation` with simulated ones.
+"""All that one rank does in the control plane. It is pure. It holds the rank's `Machine`, and knows what must be told
+when. `ftcomm.control.agent` drives it with real sockets and time, `ftcomm.simulation` with simulated ones.
 
-    up      the connection to the coordinator (from rank 0), or to the leader of the replica
-    down    in rank 0: the connections of the other ranks of the replica
-    peers   links to this rank of the other replicas of the view
+    up      the connection to the leader of the replica (`ftcomm.control.leader_node`)
+    peers   links to this rank of the other replicas of the view. Those of rank 0 carry what leaders say to each other
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import msgspec
 
-from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
 from ftcomm.control.actions import Failed, Freeze, GoOn, JoinPending, Known, Passed, Resume
@@ -30,12 +27,8 @@ from ftcomm.control.views import Address, View
 
 @dataclasses.dataclass(frozen=True)
 class Up:
-    message: m.Message
+    """A message to the leader of the replica."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Down:
-    shard: int
     message: m.Message
 
 
@@ -74,7 +67,6 @@ class Acked:
 
 Action = (
     Up
-    | Down
     | ToPeer
     | Freeze
     | Resume
@@ -92,48 +84,40 @@ Action = (
 
 Life = tuple[int, str]  # (replica, incarnation)
 NOBODY: Mapping[int, float] = MappingProxyType({})
-KEPT = 1000  # the newest reports that are kept while the coordinator is away
+KEPT = 1000  # the newest reports that are kept while there is no connection to the leader
 
 
-class Node:
+class RankNode:
     """The state machine of one rank. Not thread-safe. Times are seconds of any origin. Every method returns actions in
     order."""
 
-    def __init__(
-        self,
-        replica: int,
-        shard: int,
-        ranks: int,
-        incarnation: str,
-        address: Address,
-        timeouts: Timeouts,
-        state: Callable[[Address], str] = lambda there: "",
-        replicas: int = 0,
-    ) -> None:
+    def __init__(self, replica: int, shard: int, address: Address, timeouts: Timeouts, replicas: int = 0) -> None:
         """`replicas`: how many the job has, as this rank was told; 0: unknown."""
         self.shard = shard
         self.machine = mem.Machine(replica)
-        self.leader = lead.Leader(replica, incarnation, ranks, timeouts, state) if shard == 0 else None
         self.view: View | None = None  # the view that the exchange runs in
         self._timeouts = timeouts
         self._hello = m.Hello(shard, address, replicas=replicas)
         self._up = False
-        self._ended: set[m.Suspect] = set()  # proofs, repeated to a coordinator that was away
+        self._ended: set[m.Suspect] = set()  # proofs, repeated to a leader to which the connection was down
         self._severed: dict[int, tuple[m.Severed, float]] = {}  # by replica; with the time of the last report
         self._unsaid: deque[m.Message] = deque(maxlen=KEPT)  # what no connection could take, and is not repeated
         self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
         self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) that this rank listens to
         self._silent: dict[tuple[int, str], float] = {}  # the last complaint of each
-        self._above: Detector[str] = Detector(timeouts.unheard)  # the leader, as its other ranks hear it
-        self._from_above = False  # the coordinator, or the leader, has spoken since the last tick
-        self._up_refused = False  # the leader's port refuses
+        self._above: Detector[str] = Detector(timeouts.unheard)  # the leader
+        self._from_above = False  # it has spoken since the last beat
+        self._up_refused = False  # its port refuses
         self._leaderless = False  # neither the leader nor its kernel is heard; it may live
         self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
+        self._boundary_waits = m.BoundaryWaits()  # for whom the leader waits, as it tells rank 0
+        self._all_finished = False  # and that all ranks have finished
         self._dials = FailedDials(timeouts.op)
         self._short = False  # this process lacks what it needs to reach members
         self._unreachable: set[int] = set()  # replicas whose memory this rank fails to reach
         self._reaching: tuple[int, ...] = ()  # replicas whose memory it is about to reach
         self._ran = RunningTime()
+        self._passed = 0.0  # s of it between the last two beats
         self._heard_coordinator = 0.0  # in `_ran`, when this replica last did
         self._unheard = False  # that is too long ago
         # The lives that a change of view, or a boundary, waits for: since when, in `_ran`. It goes on in the next view.
@@ -143,23 +127,12 @@ class Node:
 
     # -- connections ---------------------------------------------------------------------------------------------
 
-    def start(self) -> list[Action]:
-        """Begin. To be called once, before all else."""
-        return self._do_leader(self.leader.from_rank(0, self._hello)) if self.leader is not None else []
-
     def up_opened(self) -> list[Action]:
-        """Note that the connection upwards is there, for the first time or again."""
+        """Note that the connection to the leader is there, for the first time or again."""
         self._up, self._up_refused = True, False
-        # The leader's process has just answered, though it may never send a message. A coordinator that sends none
-        # decides nothing: its views are older than the job.
-        self._from_above = self._from_above or self.leader is None
-        if self.leader is None:
-            hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
-            return [Up(hello), *self._said_again(), *self._said_late()]
-        join = self.leader.join()
-        if join is not None:  # what the coordinator may have missed
-            return [Up(join), *([Up(m.Finished(True))] if self.leader.finished else []), *self._said_late()]
-        return [JoinPending("not all ranks of this replica have started yet", m.Stage.WAITING)]
+        self._from_above = True  # its process has just answered, though it may never send a message
+        hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
+        return [Up(hello), *self._said_again(), *self._said_late()]
 
     def _said_again(self) -> list[Action]:
         """Returns what a rank has told its leader, and may have been lost with the connection."""
@@ -176,70 +149,56 @@ class Node:
         return [Up(message) for message in late]
 
     def up_lost(self, reason: str, refused: bool = False, here: bool = False) -> list[Action]:
-        """Note that the connection upwards is down. With `refused` it cannot be made again since no process listens
-        there any more; with `here` the own kernel says so, and not another host. The coordinator may be away, but the
-        replica lives and dies as one."""
+        """Note that the connection to the leader is down. With `refused` it cannot be made again since no process
+        listens there any more; with `here` the own kernel says so, and not another host. The replica lives and dies as
+        one."""
         self._up = False
         self._up_refused = refused
         return self._orphaned(reason) if refused and here else []
 
     def _orphaned(self, reason: str) -> list[Action]:
-        if self.leader is None and (self.view is not None or self.machine.preview is not None):
+        if self.view is not None or self.machine.preview is not None:
             return self._from_leader(m.Expelled(reason))
         return []
 
     def up_acknowledged(self, at: float) -> list[Action]:
-        """Note that the kernel at the other end of the connection upwards answers."""
+        """Note that the kernel of the leader answers."""
         self._above.acknowledged("leader", at)
         return []
 
     def from_up(self, message: m.Message) -> list[Action]:
+        """Take a message from the leader."""
         self._from_above = True
-        if self.leader is None and isinstance(message, m.Ping):
+        if isinstance(message, m.Ping):
             self._unheard = message.unheard > 0.0
             self._heard_coordinator = self._ran.seconds - message.unheard
-        return self._do_leader(self.leader.from_coordinator(message)) if self.leader else self._from_leader(message)
-
-    def from_rank(self, shard: int, message: m.Message, now: float) -> list[Action]:
-        """Take a message from another rank of the replica, in rank 0."""
-        if self.leader is None:
             return []
-        self.leader.detector.heard(shard, now)
-        return self._do_leader(self.leader.from_rank(shard, message))
-
-    def rank_acknowledged(self, shard: int, at: float) -> list[Action]:
-        """Note in rank 0 that the kernel of another rank answers, whatever its process does."""
-        if self.leader is not None:
-            self.leader.detector.acknowledged(shard, at)
-        return []
-
-    def rank_lost(self, shard: int, reason: str) -> list[Action]:
-        """Note in rank 0 that the process of another rank has ended."""
-        if self.leader is None:
+        if isinstance(message, m.ForLeader):
+            return [ToPeer(message.replica, message.boundary)]
+        if isinstance(message, m.BoundaryWaits):
+            self._boundary_waits = message
             return []
-        self.leader.detector.forget(shard)
-        return self._do_leader(self.leader.rank_lost(shard, reason))
+        if isinstance(message, m.AllFinished):
+            self._all_finished = True
+            return []
+        return self._from_leader(message)
 
     def from_peer(self, message: m.Message, now: float) -> list[Action]:
         if isinstance(message, m.Alive):
             return self._heard(message, now)
         if isinstance(message, m.MemberProgress):
             return self._do_member(self.machine.from_member(message))
-        if isinstance(message, m.Boundary) and self.leader is not None:
+        if isinstance(message, m.Boundary) and self.shard == 0:
             for life in self._lives((message.replica,)):
                 self._at_boundary.pop(life, None)
-            return self._do_leader(self.leader.from_leader(message))
+            return [Up(message)]
         return []
-
-    def rank_refused(self, shard: int, reason: str) -> list[Action]:
-        """Note in rank 0 that another host refuses another rank, which was connected."""
-        return self._do_leader(self.leader.rank_refused(shard, reason)) if self.leader is not None else []
 
     def peer_opened(self, replica: int) -> list[Action]:
         """Note that the link to a replica is there, for the first time or again, and repeat what may have been lost."""
         self._dials.reached(replica)
         actions = self._do_member(self.machine.again(replica))
-        return actions + self._do_leader(self.leader.again(replica)) if self.leader is not None else actions
+        return [*actions, Up(m.Linked(replica))] if self.shard == 0 else actions
 
     def peer_lost(self, replica: int, epoch: int, reason: str, proof: bool, *, silent: bool = False) -> list[Action]:
         """Note that a member of the view of `epoch` cannot be reached, or is `silent`, or (`proof`) that its process
@@ -351,7 +310,7 @@ class Node:
         if isinstance(message, m.Report | m.Reachable) and not self._up:
             self._unsaid.append(message)
             return []
-        if self.leader is None and isinstance(message, m.Ready | m.CaughtUp | m.Leave | m.Finished):
+        if isinstance(message, m.Ready | m.CaughtUp | m.Leave | m.Finished):
             self._lasting[type(message).__name__] = message
         return [Up(message)]
 
@@ -382,6 +341,7 @@ class Node:
     def resumed(self, view: View) -> list[Action]:
         """Note that the exchange runs in `view`."""
         self.view = view
+        self._ended = {x for x in self._ended if view.has(x.replica, x.incarnation)}
         if view.proposal:
             self._at_boundary.clear()  # all have come
         forgiven = [action for replica in sorted(self._unreachable) for action in self.peer_back(replica)]
@@ -406,51 +366,32 @@ class Node:
         if self.machine.phase is mem.Phase.FAILED:
             return []
         self.machine.fail()
-        if self.leader is not None:
-            said = self._do_leader(self.leader.rank_lost(0, reason))
-        else:
-            said = [Up(m.Finished(False, reason))]
-        return [*said, Failed(reason)]
+        return [Up(m.Finished(False, reason)), Failed(reason)]
 
     @property
     def all_finished(self) -> bool:
         """Whether no rank is left in the replica whose end this rank should wait for, as far as it can know."""
-        return self.leader.finished if self.leader is not None else not self._up
+        return self._all_finished or not self._up
 
     @property
     def leader_ended(self) -> bool:
         """Whether the leader of this rank has ended, as far as this rank can know."""
-        return self.leader is None and self._up_refused
+        return self._up_refused
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[Action]:
-        """Send a sign of life, and report waits that are too long. To be called every `Timeouts.beat`."""
-        before, ran = self._ran.seconds, self._ran.at(now)
-        self._short = self._dials.is_short(now)
-        if self.leader is None:
-            ended = self._look_up(now)
-            divided = "does not hear its leader" if self._leaderless else ""
-            actions: list[Action] = [Up(self.machine.heartbeat(divided)), *ended]
-        else:
-            self.leader.from_rank(0, self.machine.heartbeat())
-            actions = self._do_leader(self.leader.tick(now, self._listen_up()))
-        return [
-            *actions,
-            *self._listen(now),
-            *self._severed_still(now),
-            *self._watch(now),
-            *self._wait_on(ran - before),
-        ]
+    def beat(self, now: float) -> list[Action]:
+        """Send the leader a sign of life. To be called every `Timeouts.beat`, right before `tick`."""
+        before = self._ran.seconds
+        self._passed = self._ran.at(now) - before
+        ended = self._look_up(now)
+        divided = "does not hear its leader" if self._leaderless else ""
+        return [Up(self.machine.heartbeat(divided)), *ended]
 
-    def _listen_up(self) -> float:
-        """Returns in rank 0 for how many seconds nothing was heard of the coordinator, which speaks every beat; 0.0 if
-        it is heard."""
-        if self._from_above:
-            self._from_above, self._heard_coordinator = False, self._ran.seconds
-        seconds = self._ran.seconds - self._heard_coordinator
-        self._unheard = seconds > self._timeouts.heartbeat
-        return seconds if self._unheard else 0.0
+    def tick(self, now: float) -> list[Action]:
+        """Send the members a sign of life, and report waits that are too long."""
+        self._short = self._dials.is_short(now)
+        return [*self._listen(now), *self._severed_still(now), *self._watch(now), *self._wait_on(self._passed)]
 
     def _wait_on(self, excused: float) -> list[Action]:
         """Let waits go on without a coordinator, but not for ever. Of each silence the time until it is noticed counts,
@@ -535,20 +476,17 @@ class Node:
             missing = self._reaching or tuple(self._unreachable)
         if missing:
             return CHANGE, missing
-        return (
-            BOUNDARY,
-            self.leader.waiting() if self.leader is not None and self.machine.phase is mem.Phase.RUNNING else (),
-        )
+        return BOUNDARY, self._boundary_waits.replicas if self.machine.asked() else ()
 
     def not_come(self) -> list[tuple[int, int]]:
         """Returns the ranks, as (replica, rank in it), that have to move for this one to pass the boundary where it
-        stands. Only the leader knows of others than itself."""
+        stands. Only rank 0 knows of others than itself: its leader tells it."""
         me, (what, missing) = self.machine.replica, self.waiting()
         if what == CHANGE:
             return [(replica, self.shard) for replica in missing]
-        if self.leader is None:
+        if self.shard != 0:
             return [(me, 0)] if self.machine.asked() else []
-        return [(me, shard) for shard in self.leader.not_come()] or [(replica, 0) for replica in missing]
+        return [(me, shard) for shard in self._boundary_waits.ranks] or [(replica, 0) for replica in missing]
 
     def _epoch(self) -> int:
         return self.machine.view.epoch if self.machine.view is not None else 0
@@ -562,27 +500,11 @@ class Node:
             return [LookAtWaits()]
         return self._do_member(self.machine.from_leader(message))
 
-    def _do_leader(self, actions: list[lead.Action]) -> list[Action]:
-        result: list[Action] = []
-        for action in actions:
-            if isinstance(action, lead.ToCoordinator):
-                result += self._say(action.message)
-            elif isinstance(action, lead.ToPeerLeader):
-                result.append(ToPeer(action.replica, action.message))
-            elif action.shard == 0:
-                result += self._from_leader(action.message)
-            else:
-                result.append(Down(action.shard, action.message))
-        return result
-
     def _do_member(self, actions: list[mem.Action]) -> list[Action]:
         result: list[Action] = []
         for action in actions:
             if isinstance(action, mem.ToLeader):
-                if self.leader is not None:
-                    result += self._do_leader(self.leader.from_rank(0, action.message))
-                else:
-                    result += self._say(action.message)
+                result += self._say(action.message)
             elif isinstance(action, mem.ToMember):
                 result.append(ToPeer(action.replica, action.message))
             else:

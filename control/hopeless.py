@@ -1,0 +1,38 @@
+"""Asks the coordinator, for a rank that is in no view, whether it waits in vain: for a leader, or for another replica,
+that cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from ftcomm.control import handshake
+from ftcomm.control import messages as m
+from ftcomm.control.links import ask
+from ftcomm.control.liveness import lived
+from ftcomm.control.unstarted import HOPELESS, NamedRank
+
+
+async def ask_again_and_again(
+    me: NamedRank,
+    coordinator: tuple[str, int],
+    credentials: handshake.Credentials,
+    turn: tuple[float, float],
+    *,
+    over: Callable[[], bool],
+    alone: Callable[[], bool],
+    tell: Callable[[m.Expelled], None],
+) -> None:
+    """Ask first, and then again, after the seconds of `turn`, until it is `over`; only while the rank is `alone`, and
+    nobody else would tell it. `tell` gets an answer that there is no hope."""
+    first, pause = turn
+    await asyncio.sleep(first)
+    while not over():
+        if alone():
+            fields: handshake.Fields = {**me.fields, "lived": min(int(1e3 * lived()), handshake.MOST)}
+            with contextlib.suppress(OSError):
+                answer = await ask(coordinator, credentials, HOPELESS, fields)
+                if isinstance(answer, m.Expelled) and not over():
+                    tell(answer)
+        await asyncio.sleep(pause)

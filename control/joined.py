@@ -1,0 +1,39 @@
+"""The leader of a replica and its rank 0 in one process. What they tell each other needs no connection. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftcomm.control import rank_node as n
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_node import LeaderNode
+
+Action = n.Action | ToCoordinator | ToRank
+
+
+class Joined:
+    """What is said between `rank` and `leader`, as their driver calls one or the other. Not thread-safe."""
+
+    def __init__(self, rank: n.RankNode, leader: LeaderNode) -> None:
+        self.rank, self.leader = rank, leader
+
+    def start(self) -> list[Action]:
+        """Begin. To be called once, before all else."""
+        return self.carry(self.rank.up_opened())
+
+    def tick(self, now: float) -> list[Action]:
+        """Call `tick` of both. To be called every `Timeouts.beat`."""
+        beat = self.carry(self.rank.beat(now))
+        return [*beat, *self.carry(self.leader.tick(now)), *self.carry(self.rank.tick(now))]
+
+    def carry(self, actions: Sequence[Action]) -> list[Action]:
+        """Returns what one of them wants, with what it tells the other replaced by what comes of it."""
+        result: list[Action] = []
+        for action in actions:
+            if isinstance(action, n.Up):
+                result += self.carry(self.leader.told(0, action.message))
+            elif isinstance(action, ToRank) and action.shard == 0:
+                result += self.carry(self.rank.from_up(action.message))
+            else:
+                result.append(action)
+        return result

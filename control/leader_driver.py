@@ -1,0 +1,149 @@
+"""Drives the `LeaderNode` of a replica: its link to the coordinator, and the connections of the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ftcomm.control import directory, handshake, wire
+from ftcomm.control import messages as m
+from ftcomm.control.knock import Knock
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.links import Told, serve_messages
+from ftcomm.control.sealed import Channel
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.unstarted import NamedRank
+from ftcomm.control.upward_link import UpwardLink
+from ftcomm.control.view_differences import EncodedOnce
+from ftcomm.control.witness import PURPOSE
+
+
+class LeaderDriver:
+    """Runs in an event loop. `do(event, *args)` tells the node of an event and carries out its actions, `spawn` runs a
+    task whose error ends this process, `trains` says whether rank 0 is in a view, as far as this process knows.
+
+    `up` is the link to the coordinator, `ranks` are the connections of ranks, by shard."""
+
+    def __init__(
+        self,
+        node: LeaderNode,
+        me: NamedRank,
+        credentials: handshake.Credentials,
+        coordinator: tuple[str, int],
+        host: str,
+        timeouts: Timeouts,
+        *,
+        do: Callable[..., None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        trains: Callable[[], bool],
+    ) -> None:
+        self.node, self._credentials, self._timeouts = node, credentials, timeouts
+        self._do, self._spawn = do, spawn
+        self.up = UpwardLink(
+            *(me, "coordinator", coordinator, credentials, "leader", me.fields, host),
+            on_open=lambda: do(node.opened),
+            on_lost=lambda *why: do(node.lost),
+            trains=trains,
+        )
+        self._once = EncodedOnce()
+        self.ranks: dict[int, Told] = {}
+
+    def open(self) -> None:
+        """Connect to the coordinator."""
+        self.up.open(lambda message: self._do(self.node.from_coordinator, message))
+
+    def carry_out(self, action: ToCoordinator | ToRank) -> None:
+        if isinstance(action, ToCoordinator):
+            if self.up.link is not None:
+                self.up.link.send(action.message)
+        elif action.shard in self.ranks:
+            self.ranks[action.shard].send(action.message)
+
+    def look(self) -> None:
+        """Look which kernels answer, before anything more is sent to them."""
+        now = time.monotonic()
+        for shard, writer in list(self.ranks.items()):
+            seconds = writer.unanswered()
+            if seconds is not None:
+                self._do(self.node.rank_acknowledged, shard, now - seconds)
+
+    async def serve(self, channel: Channel, opening: handshake.Opening) -> bool:
+        """Serve a connection for its purpose, and own the channel; or return that it is not for a leader."""
+        if opening.purpose == "rank":
+            ours, most = self.node.leader.replica, self.node.leader.ranks - 1
+            handshake.number(opening.fields, "replica", least=ours, most=ours)
+            await self._serve_rank(channel, handshake.number(opening.fields, "shard", least=1, most=most))
+        elif opening.purpose == "coordinator":
+            self._called(channel, opening.fields)
+        elif opening.purpose == PURPOSE:
+            self._witnessed(channel, opening.fields)
+        elif opening.purpose == directory.PURPOSE:
+            await directory.serve(channel, opening.fields, self.node.views)
+        else:
+            return False
+        return True
+
+    def _called(self, channel: Channel, fields: handshake.Fields) -> None:
+        """Take a call from a coordinator that has replaced another one, and tells where it can be reached."""
+        host, port = fields.get("host", channel.getpeername()[0]), handshake.number(fields, "port", least=1, most=65535)
+        channel.close()
+        if (up := self.up.link) is not None:
+            up.redirect((str(host), port))
+
+    def _witnessed(self, channel: Channel, fields: handshake.Fields) -> None:
+        """Believe the kernel of a rank's host that the rank's process has ended."""
+        channel.close()
+        shard = handshake.number(fields, "shard", least=1)
+        there = self.node.leader.addresses.get(shard)
+        if there is not None and there.nonce == handshake.text(fields, "nonce"):
+            self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended, says its host")
+
+    async def _serve_rank(self, channel: Channel, shard: int) -> None:
+        current: list[Told] = []
+
+        def ready(writer: wire.Writer) -> None:
+            current.append(Told(writer, self._once, shard))
+            self.ranks[shard] = current[0]
+
+        def received(message: m.AnyMessage) -> None:
+            self._do(self.node.from_rank, shard, message, time.monotonic())
+
+        why = await serve_messages(channel, received, ready)
+        if current and self.ranks.get(shard) is current[0]:  # otherwise the rank has connected again
+            del self.ranks[shard]
+            self._spawn(self._seek(shard, why))
+
+    async def _seek(self, shard: int, why: str) -> None:
+        """Find out why the connection of a rank has ended. If our own kernel says so, the process has ended; if another
+        host says so, that is reported. Otherwise the rank connects again as soon as it runs. If no kernel answers, the
+        silence of the rank will tell."""
+        there = self.node.leader.addresses.get(shard)
+        if there is None:
+            self._do(self.node.rank_lost, shard, why)
+            return
+        begun = time.monotonic()
+        knock: Knock | None = None
+        try:
+            while shard not in self.ranks and self.up.link is not None:
+                knock = knock or Knock(there, self._credentials, "asked", {})
+                outcome = await knock.outcome(self._timeouts.presence)
+                now = time.monotonic()
+                if shard in self.ranks:
+                    return
+                if outcome == "ended":
+                    self._do(self.node.rank_lost, shard, why)
+                    return
+                if outcome == "refused":
+                    self._do(self.node.rank_refused, shard, why)
+                elif outcome == "answered" or (outcome == "mute" and now - begun < self._timeouts.op):
+                    self._do(self.node.rank_acknowledged, shard, now)
+                if outcome != "mute":
+                    knock.close()
+                    knock = None
+                await asyncio.sleep(self._timeouts.beat)
+        finally:
+            if knock is not None:
+                knock.close()

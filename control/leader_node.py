@@ -1,0 +1,149 @@
+"""All that the leader of a replica does in the control plane. It is pure. It holds the `Leader`, and knows what must be
+told when, and what again. It runs in the process of rank 0 (`ftcomm.control.joined`).
+
+    coordinator   the connection to it
+    ranks         the connections of all ranks of the replica. Rank 0 has the links to the other leaders, so what goes
+                  between leaders goes through it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ftcomm.control import leader as lead
+from ftcomm.control import messages as m
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.running_time import RunningTime
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.views import Address, View
+
+Action = ToCoordinator | ToRank
+
+KEPT = 1000  # the newest reports that are kept while the coordinator is away
+NAMED = 64  # ranks that have not come to a boundary, as rank 0 is told
+
+
+class LeaderNode:
+    """The state machine of the leader of one replica. Not thread-safe. Times are seconds of any origin. Every method
+    returns actions in order."""
+
+    def __init__(
+        self,
+        replica: int,
+        incarnation: str,
+        ranks: int,
+        timeouts: Timeouts,
+        state: Callable[[Address], str] = lambda there: "",
+    ) -> None:
+        """`state` is as of `Leader`."""
+        self.leader = lead.Leader(replica, incarnation, ranks, timeouts, state)
+        self._timeouts = timeouts
+        self._up = False  # there is a connection to the coordinator
+        self._ended: set[m.Suspect] = set()  # proofs, repeated to a coordinator that was away
+        self._unsaid: deque[m.Message] = deque(maxlen=KEPT)  # what no connection could take, and is not repeated
+        self._ran = RunningTime()
+        self._heard = False  # the coordinator has spoken since the last tick
+        self._heard_at = 0.0  # in `_ran`, when it last did
+        self._waits = m.BoundaryWaits()  # as rank 0 was told
+        self._told_finished = False
+
+    # -- the coordinator -----------------------------------------------------------------------------------------
+
+    def opened(self) -> list[Action]:
+        """Note that the connection to the coordinator is there, for the first time or again."""
+        # That is no sign of it: a coordinator that sends nothing decides nothing, as its views are older than the job.
+        self._up = True
+        join = self.leader.join()
+        if join is None:
+            return [ToRank(0, m.Queued("not all ranks of this replica have started yet", m.Stage.WAITING))]
+        view = self.leader.view  # what the coordinator may have missed:
+        self._ended = {x for x in self._ended if view is not None and view.has(x.replica, x.incarnation)}
+        late: list[m.Message] = [*sorted(self._ended, key=lambda x: x.replica), *self._unsaid]
+        self._unsaid.clear()
+        finished = [m.Finished(True)] if self.leader.finished else []
+        return [ToCoordinator(message) for message in (join, *finished, *late)]
+
+    def lost(self) -> list[Action]:
+        """Note that the connection to the coordinator is down. It may be away; the replica trains on."""
+        self._up = False
+        return []
+
+    def from_coordinator(self, message: m.Message) -> list[Action]:
+        self._heard = True
+        return self._do(self.leader.from_coordinator(message))
+
+    # -- the ranks -----------------------------------------------------------------------------------------------
+
+    def from_rank(self, shard: int, message: m.Message, now: float) -> list[Action]:
+        """Take a message that a rank has sent over its connection."""
+        self.leader.detector.heard(shard, now)
+        return self.told(shard, message)
+
+    def told(self, shard: int, message: m.Message) -> list[Action]:
+        """Take a message from a rank, maybe one of this process, which cannot be silent."""
+        if isinstance(message, m.Boundary):
+            return self._do(self.leader.from_leader(message)) if shard == 0 else []
+        if isinstance(message, m.Linked):
+            return self._do(self.leader.again(message.replica)) if shard == 0 else []
+        return self._do(self.leader.from_rank(shard, message))
+
+    def rank_acknowledged(self, shard: int, at: float) -> list[Action]:
+        """Note that the kernel of a rank answers, whatever its process does."""
+        self.leader.detector.acknowledged(shard, at)
+        return []
+
+    def rank_lost(self, shard: int, reason: str) -> list[Action]:
+        """Note that the process of a rank has ended."""
+        self.leader.detector.forget(shard)
+        return self._do(self.leader.rank_lost(shard, reason))
+
+    def rank_refused(self, shard: int, reason: str) -> list[Action]:
+        """Note that another host refuses a rank, which was connected."""
+        return self._do(self.leader.rank_refused(shard, reason))
+
+    @property
+    def views(self) -> tuple[View | None, View | None]:
+        """The views in which it knows where all ranks are, the best first."""
+        return self.leader.view, self.leader.preview
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """Send signs of life. To be called every `Timeouts.beat`."""
+        self._ran.at(now)
+        if self._heard:
+            self._heard, self._heard_at = False, self._ran.seconds
+        seconds = self._ran.seconds - self._heard_at  # the coordinator speaks every beat
+        missing = tuple(self.leader.not_come()[:NAMED])
+        return self._do(self.leader.tick(now, seconds if seconds > self._timeouts.heartbeat else 0.0), missing)
+
+    # -- to the others -------------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[lead.Action], missing: tuple[int, ...] | None = None) -> list[Action]:
+        """Returns what is to be sent. `missing` are the ranks that have not come to a boundary, if this is the moment
+        to say so."""
+        result: list[Action] = []
+        waits = m.BoundaryWaits(self.leader.waiting(), self._waits.ranks if missing is None else missing)
+        if waits != self._waits:  # said first: a rank that has passed a boundary waits there for nobody
+            self._waits = waits
+            result.append(ToRank(0, waits))
+        for action in actions:
+            if isinstance(action, lead.ToPeerLeader):
+                result.append(ToRank(0, m.ForLeader(action.replica, action.message)))
+            elif isinstance(action, ToCoordinator):
+                result += self._say(action.message)
+            else:
+                result.append(action)
+        if self.leader.finished and not self._told_finished:
+            self._told_finished = True
+            result.append(ToRank(0, m.AllFinished()))
+        return result
+
+    def _say(self, message: m.Message) -> list[Action]:
+        if isinstance(message, m.Suspect) and message.proof:
+            self._ended.add(message)
+        if isinstance(message, m.Report | m.Reachable) and not self._up:
+            self._unsaid.append(message)
+            return []
+        return [ToCoordinator(message)]
