@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+import ftcomm
+from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Action, Close, Keep, Log, Send
 from ftcomm.control.handshake import LONGEST_FIELD, Credentials
 from ftcomm.control.links import ask
+from ftcomm.control.sealed import Channel
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.unstarted import ASKERS, HOPELESS, UNSTARTED, NamedRank, Unstarted, turn
+from ftcomm.control.views import Addresses
+from ftcomm.errors import SettingsError
+from ftcomm.settings import unstarted
 from tests.coordinator_script import TIMEOUTS, Script, joins
+from tests.fuzz.choices import ADDRESS
+from tests.fuzz.machines import TIMEOUTS as GIVEN_TIMEOUTS
+from tests.opened import open_socket
+from tests.peers_rig import DEADLINE
 
 WRONG = "rank 1 of replica 1 cannot start: FTCOMM_TRANSPORT='bogus'"
 
@@ -201,3 +214,72 @@ def test_a_coordinator_that_is_started_again_tells_who_asks(tmp_path: Path) -> N
         return said
 
     assert asyncio.run(run()) == [WRONG, WRONG]
+
+
+@pytest.mark.parametrize("letter", ["e", "\U0001f600"])
+def test_a_long_reason_fits_into_an_opening(letter: str) -> None:
+    """Cut where it is told, it is taken: four bytes a character, as the longest are."""
+    mine, told = handshake.Credentials("a token that is long enough"), []
+
+    def tell(there: object, credentials: object, purpose: str, fields: handshake.Fields, timeout: float) -> Any:
+        told.append((purpose, fields))
+        raise OSError("nobody is there")
+
+    leader = f"{'h' * 100}:1"
+    settings = SimpleNamespace(coordinator="127.0.0.1:1", replica=3, shard=1, ranks_per_replica=2, leader=leader)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unstarted.wire, "connect", tell)
+        patch.setattr(unstarted.credentials, "of", lambda settings: mine)
+        unstarted.tell(ValueError(letter * 5000), settings)  # type: ignore[arg-type]
+    purpose, fields = told[0]
+    opening = next(handshake.client_steps(mine, purpose, fields))
+    assert opening is not None
+    assert len(opening) <= handshake.MAX_HANDSHAKE
+    taken = msgspec.msgpack.decode(opening, type=handshake.Opening)
+    assert handshake.text(taken.fields, "reason") == f"rank 1 of replica 3 cannot start: {letter * 5000}"[:598]
+    assert NamedRank.read(taken.fields) == NamedRank(3, 1, leader)
+
+
+@pytest.mark.usefixtures("time_for_handshakes")
+def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader of its replica waits for all its ranks, and another replica for this one."""
+    token, timeouts = "a token that is long enough", dataclasses.astuple(GIVEN_TIMEOUTS)
+    mine = handshake.Credentials(token)
+
+    async def said(channel: Channel, reader: asyncio.StreamReader) -> m.AnyMessage:
+        while isinstance(message := m.decode(await channel.read(reader, wire.MAX_MESSAGE)), m.Ping):
+            pass
+        return message
+
+    async def run() -> None:
+        events: list[dict[str, object]] = []
+        server = CoordinatorServer(2, 2, mine, timeouts=GIVEN_TIMEOUTS, on_event=events.append)
+        await server.start()
+        try:
+            port = int(server.endpoint.rpartition(":")[2])
+            heard = []
+            for replica in (0, 1):
+                channel = await open_socket(
+                    ("127.0.0.1", port), mine, "leader", NamedRank(replica, 0, f"there:{replica + 1}").fields
+                )
+                reader, stream = await asyncio.open_connection(sock=channel.detach())
+                if replica == 0:
+                    join = m.Join(0, "life", Addresses.of((ADDRESS, ADDRESS)), 0, -1, timeouts)
+                    wire.Writer(channel, stream).write(m.encode(join))
+                    assert isinstance(await said(channel, reader), m.Queued)
+                heard.append((channel, reader, stream))
+            env = {"COORDINATOR": f"127.0.0.1:{port}", "TOKEN": token, "REPLICA": "1", "REPLICAS": "998", "RANK": "1"}
+            env["LEADER"] = "there:2"
+            for name, value in env.items():
+                monkeypatch.setenv(f"FTCOMM_{name}", value)
+            with pytest.raises(SettingsError, match="998 replicas; a job has at most"):
+                await asyncio.to_thread(ftcomm.init)
+            other, sibling = [await said(channel, reader) for channel, reader, _ in heard]
+            assert isinstance(sibling, m.Expelled)
+            assert sibling.reason.startswith("rank 1 of replica 1 cannot start: FTCOMM_REPLICAS and")
+            assert other == sibling
+            assert [event["reason"] for event in events if event["kind"] == "refused"] == [sibling.reason]
+        finally:
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
