@@ -149,10 +149,10 @@ class Communicator:
         self.connector.close()
         self._leave()
 
-    def drain(self) -> None:
+    def wait_all(self) -> None:
         """Block until no op runs; called when none begins any more."""
         with contextlib.suppress(CollectiveTimeout):
-            self.exchange.drain(_PARTING)
+            self.exchange.wait_all(_PARTING)
 
     def forget(self) -> None:
         """Let go of the memory, since nothing of the group runs any more: it ends with its last holder."""

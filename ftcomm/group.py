@@ -352,7 +352,7 @@ class Group(Calls):
             return self.view
         try:
             for exchange in self._exchanges():
-                exchange.drain(timeout)
+                exchange.wait_all(timeout)
             with PhaseWait(PhaseKind.STAND, number=step) as wait:
                 view = self._agent.boundary(step, timeout, self.internals.loop, wait.look)
             for exchange in self._exchanges():
@@ -398,7 +398,7 @@ class Group(Calls):
         told = []
         of_all = (inside.exchange for inside in self._inside_subgroups() if inside.of_all)
         for exchange in (self._exchange, *of_all):
-            exchange.drain(None)
+            exchange.wait_all(None)
             told.append(exchange.common())
         sets = [who for who in told if who is not None]
         if not sets:

@@ -277,9 +277,9 @@ class SubgroupInternals:
             self.p2p.close(error)
             self._leaves = True
             self.exchange.part(error)
-            self._communicator.drain()
+            self._communicator.wait_all()
         self.fail(error)
-        self._communicator.drain()
+        self._communicator.wait_all()
         with self._lock:
             segments, fresh = self._membership.segments(), self._membership.is_fresh
         boundary = self.job.next_boundary()
@@ -442,7 +442,7 @@ class SubgroupInternals:
     def _needed(self) -> bool:
         """Whether somebody waits for this group: a script may have closed it elsewhere, and be about to do so here."""
         with contextlib.suppress(CollectiveTimeout):
-            self.exchange.drain(0)
+            self.exchange.wait_all(0)
             return self._waiting > 0
         return True
 

@@ -79,7 +79,7 @@ def script(
         op = Operation(array, dtype, redop, atomic=number % 2 == 1, compression=wire)
         ops.append(op)
         (exchange.submit if chance.random() < 0.5 else exchange.run)(op)
-    exchange.drain(DEADLINE)
+    exchange.wait_all(DEADLINE)
 
 
 def start(rig: Rig, seed: int, todo: list[tuple[int, str, str]], out: dict[int, list[Operation]]) -> dict[int, Caller]:

@@ -109,8 +109,8 @@ class Exchange(GroupExchange[Operation]):
             own_process()
         return op.wait(timeout)
 
-    def drain(self, timeout: float | None = None) -> None:
-        self.member.inflight.drain(self._mutex, timeout)
+    def wait_all(self, timeout: float | None = None) -> None:
+        self.member.inflight.wait_all(self._mutex, timeout)
 
     def tune(self, tuning: Tuning) -> None:
         """Use other switch points until the next view, for `ftcomm bench tune`: all members between the same two
@@ -175,7 +175,7 @@ class Exchange(GroupExchange[Operation]):
     @property
     def taken(self) -> int:
         """The number of first ops that this member has taken whole, so that others may have returned them, and no other
-        op. Called after `fail` and `drain`."""
+        op. Called after `fail` and `wait_all`."""
         return max(self.core.taken, self.returned)
 
     def part(self, error: BaseException) -> None:

@@ -28,7 +28,7 @@ class Resumed(NamedTuple):
 
 
 class Inflight(Generic[Op]):
-    """The ops in flight. Threads may `add` (one at a time) and `drain` while a driver returns ops; all else needs a
+    """The ops in flight. Threads may `add` (one at a time) and `wait_all` while a driver returns ops; all else needs a
     pause of it."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Inflight(Generic[Op]):
         self.issued = number + 1
         ops.append(op)
 
-    def drain(self, mutex: AbstractContextManager[object], timeout: float | None) -> None:
+    def wait_all(self, mutex: AbstractContextManager[object], timeout: float | None) -> None:
         """Block until all ops now in flight are done. Raises `CollectiveTimeout`, but not the errors of the ops."""
         with mutex:
             last = self.ops[-1] if self.ops else None

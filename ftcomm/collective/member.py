@@ -164,12 +164,12 @@ class GroupExchange(ABC, Generic[Op]):
         """Block until the caller may use the array of `op`; False if `timeout` seconds pass before. Any thread."""
 
     @abstractmethod
-    def drain(self, timeout: float | None = None) -> None:
+    def wait_all(self, timeout: float | None = None) -> None:
         """Block until nothing is in flight. Raises `CollectiveTimeout` after `timeout` seconds; not the ops' errors."""
 
     def common(self, *, reset: bool = False) -> Contributors | None:
         """Returns the contributors to every chunk that was reduced since the last reset; None if nothing was. Called
-        after `drain`."""
+        after `wait_all`."""
         flight = self.member.inflight
         common, flight.common = flight.common, None if reset else flight.common
         return common

@@ -220,7 +220,7 @@ def _join(environment: dict[str, str], process_group: bool) -> None:
     if process_group:
         dist.init_process_group("ftcomm")
     else:
-        from ftcomm.torch.meeting import joined
+        from ftcomm.torch.rendezvous import joined
 
         joined()
     _group().internals.on_ended = _end_soon

@@ -166,9 +166,9 @@ class StaticGroupInternals:
             error = closed(self)
             self.p2p.close(error)  # what was sent arrives
             self.exchange.part(error)
-            self._communicator.drain()
+            self._communicator.wait_all()
             self.exchange.fail(error)
-            self._communicator.drain()  # then nothing returns any more
+            self._communicator.wait_all()  # then nothing returns any more
             self._happens(lambda: self._membership.leaves(error, self.exchange.returned, self.exchange.taken))
         self._pairs.join()
         self._communicator.forget()

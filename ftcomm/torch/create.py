@@ -34,7 +34,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import ArgumentError, SettingsError
 from ftcomm.settings import timeouts
 from ftcomm.static.group import StaticGroup
-from ftcomm.torch import meeting, world_ranks
+from ftcomm.torch import rendezvous, world_ranks
 from ftcomm.torch.grid import Grid
 from ftcomm.torch.process_group import FtProcessGroup
 from ftcomm.torch.reconfigure import ReconfigurableGroup
@@ -64,10 +64,10 @@ def create(options: Any, dimension: Any) -> FtProcessGroup:
     _check(seconds)  # all ranks raise it before one of them waits for another
     if ranks:  # not the world, which must exist then
         group = ftcomm.group.default_group()
-    elif meeting.in_job():
-        group = meeting.joined()
+    elif rendezvous.in_job():
+        group = rendezvous.joined()
     else:
-        group = meeting.join_by_store(options.store, options.group_rank, options.group_size, options.timeout)
+        group = rendezvous.join_by_store(options.store, options.group_rank, options.group_size, options.timeout)
     calls, members, end = _beneath(group, ranks, dimension, f"torch {name}", seconds)
     made = FtProcessGroup(calls, seconds, name=name, end=end if ranks else _leaving(end), split=split)
     if not ranks or isinstance(dist.group.WORLD, FtProcessGroup):  # else the world is one replica, whose ranks stay
@@ -147,7 +147,7 @@ def _product(across: Any, places: Sequence[int]) -> world_ranks.Members:
 def _leaving(end: Callable[[], None]) -> Callable[[], None]:
     def leave() -> None:
         end()
-        meeting.leave()
+        rendezvous.leave()
 
     return leave
 

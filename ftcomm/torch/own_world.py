@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ftcomm.errors import InitError
-from ftcomm.torch import meeting
+from ftcomm.torch import rendezvous
 from ftcomm.torch.create import Dimension
 from ftcomm.torch.process_group import FtProcessGroup
 from ftcomm.training.intra_replica import IntraReplicaExchange
@@ -52,13 +52,13 @@ def own_world(backend: str, timeout: timedelta | None = None) -> Group:
     global _made
     if dist.is_initialized():
         if _made is not None and _made[0] == backend:
-            return meeting.joined()
+            return rendezvous.joined()
         raise InitError(
             "this process has a process group already, and the world of torch has to be one replica. Leave out "
             "dist.init_process_group, and make no mesh, TrainingArguments, Accelerator or Trainer of another kind "
             "before."
         )
-    group = meeting.joined() if meeting.in_job() else meeting.join_by_environment(timeout)
+    group = rendezvous.joined() if rendezvous.in_job() else rendezvous.join_by_environment(timeout)
     if timeout is None:
         timeout = timedelta(seconds=group.internals.op_timeout)
     dist.init_process_group(

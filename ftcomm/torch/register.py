@@ -34,13 +34,13 @@ def register() -> None:
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     torchs = handlers["env"]
 
-    def meet(url: str, **options: Any) -> Any:
-        from ftcomm.torch.meeting import meet
+    def ours(url: str, **options: Any) -> Any:
+        from ftcomm.torch.rendezvous import env_rendezvous
 
-        return meet(url, torchs, options)
+        return env_rendezvous(url, torchs, options)
 
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    handlers["env"] = meet
+    handlers["env"] = ours
 
 
 def _create(options: Any, backend_options: Any) -> Any:

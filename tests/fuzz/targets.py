@@ -563,10 +563,10 @@ def row_seeds() -> list[bytes]:
     return [b"\0" + row(4), b"\1\1" + row(8), b"\0" + row(0), b"\0" + struct.pack(">QI", 1, 0xFFFFFFFF)]
 
 
-def meeting(data: bytes) -> None:
+def rendezvous(data: bytes) -> None:
     """What somebody has put into torch's store, to which everybody may write."""
     from ftcomm.settings import MAX_LABEL
-    from ftcomm.torch.meeting import told
+    from ftcomm.torch.rendezvous import told
     from ftcomm.torch.secret import read
 
     with contextlib.suppress(InitError):
@@ -829,7 +829,9 @@ TARGETS = {
     "skeleton": Target(skeleton, skeletons),
     "member": Target(member, member_seeds),
     "rows": Target(rows, row_seeds),
-    "meeting": Target(meeting, lambda: [b"127.0.0.1:4000 1/3/0123456789abcdef a%20job", b"[::1]:65535 x y", b"a:1"]),
+    "rendezvous": Target(
+        rendezvous, lambda: [b"127.0.0.1:4000 1/3/0123456789abcdef a%20job", b"[::1]:65535 x y", b"a:1"]
+    ),
     "views": Target(views, view_files),
     "stored": Target(stored, stored_seeds),
     "differences": Target(differences, noise),

@@ -183,7 +183,7 @@ def replay_others(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
     for number in range(3):
         graph.replay()
         try:
-            group._exchange.drain(60)
+            group._exchange.wait_all(60)
         except ftcomm.MismatchError as error:
             notes.write(kind="call", number=number, text=str(error), input=float(array[0]))
     notes.write(kind="call", sum=float(group.allreduce(np.ones(5, np.float32))[0]))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ftcomm.errors import SettingsError
 from ftcomm.launch import sidecar
-from ftcomm.torch.meeting import join_by_store
+from ftcomm.torch.rendezvous import join_by_store
 
 from ..process.job import Job, only_on_host
 from . import pg_bodies as bodies

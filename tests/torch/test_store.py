@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ftcomm.errors import InitError
 from ftcomm.launch import Launcher, RunOptions, run
-from ftcomm.torch.meeting import NoStore
+from ftcomm.torch.rendezvous import NoStore
 
 SHORT = timedelta(milliseconds=200)
 

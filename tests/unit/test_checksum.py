@@ -83,7 +83,7 @@ def run(rig: Rig, counts: list[int], together: bool) -> dict[int, list[Operation
     def script(member: int) -> None:
         for op in out[member]:
             (rig.members[member].exchange.submit if together else rig.members[member].exchange.run)(op)
-        rig.members[member].exchange.drain(DEADLINE)
+        rig.members[member].exchange.wait_all(DEADLINE)
 
     for caller in [Caller.start(script, m) for m in rig.members]:
         caller.join()

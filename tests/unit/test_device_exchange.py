@@ -56,7 +56,7 @@ class Played(InterpretDevice):
     def release(self, mark: object) -> None:
         self.released.append(mark)
 
-    def drain(self, seconds: float) -> bool:
+    def wait_replays(self, seconds: float) -> bool:
         return self.replayed
 
     def settle(self, seconds: float) -> bool:
@@ -174,7 +174,7 @@ def test_who_joins_late_numbers_its_ops_on(member: Member) -> None:
     assert first.wait(30)
     assert second.wait(30)
     assert [first.number, second.number, member.submit().number] == [40, 41, 42]
-    member.exchange.drain(30)
+    member.exchange.wait_all(30)
     assert member.freeze().returned == 43
 
 
@@ -376,22 +376,22 @@ def test_a_replay_that_differs_may_yet_be_broken_off(played: tuple[Member, Playe
     assert device.ctl[words.HEARD] == 1
     member.resume(2, progress)
     with pytest.raises(MismatchError, match="made different calls"):
-        member.exchange.drain(30)
-    member.exchange.drain(30)
+        member.exchange.wait_all(30)
+    member.exchange.wait_all(30)
 
 
-def test_a_drain_waits_for_replays_and_hears_their_errors(played: tuple[Member, Played]) -> None:
+def test_a_wait_for_all_waits_for_replays_and_hears_their_errors(played: tuple[Member, Played]) -> None:
     member, device = played
     graph = capture(member, device)
     device.replayed = False
     device.begin(graph.template, 0)
     with pytest.raises(CollectiveTimeout, match="still replaying op 0"):
-        member.exchange.drain(0.01)
+        member.exchange.wait_all(0.01)
     device.find_differences(0)
     device.leave(returned=True)
     device.replayed = True
     with pytest.raises(MismatchError):
-        member.exchange.drain(30)
+        member.exchange.wait_all(30)
     assert device.ctl[words.HEARD] == 1
 
 
@@ -401,9 +401,9 @@ def test_whose_input_replays_had(played: tuple[Member, Played]) -> None:
     assert member.exchange.common(reset=True) is None
     device.begin(graph.template, 0)
     device.leave(returned=True)
-    member.exchange.drain(30)
+    member.exchange.wait_all(30)
     assert member.exchange.common(reset=True) == (0,)
-    member.exchange.drain(30)
+    member.exchange.wait_all(30)
     assert member.exchange.common() is None
 
 

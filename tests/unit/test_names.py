@@ -225,7 +225,7 @@ def test_nobody_reaches_inside_the_class_of_another_module() -> None:
 
 
 # Texts of other programs, which give no other sign: torch's store, etcd's gateway, and Python without another thread.
-TEXTS_OF_OTHERS = ("ftcomm/torch/meeting.py", "control/etcd.py", "control/failed_dials.py")
+TEXTS_OF_OTHERS = ("ftcomm/torch/rendezvous.py", "control/etcd.py", "control/failed_dials.py")
 
 
 REASONS = ("reason", "why", "said", "error", "exc", "news")

@@ -20,7 +20,7 @@ wait for the GPU to be idle:
 What is captured goes through a stream of its own, which joins the capture of the caller's stream, so that the op stream
 is never part of a graph. A replay waits for the ops that were called before it, whatever stream those were called on;
 the other way round it is the caller's streams that say what follows what. Nobody says when a replay begins: from the
-first capture on, nothing that may wait for the GPU is done but in `drain` and at the end.
+first capture on, nothing that may wait for the GPU is done but in `wait_replays` and at the end.
 """
 
 from __future__ import annotations
@@ -430,7 +430,7 @@ class CudaDevice:
         except RuntimeError as error:  # of any kernel of this process; the context is lost
             raise _lost(error) from error
 
-    def drain(self, seconds: float) -> bool:
+    def wait_replays(self, seconds: float) -> bool:
         try:
             with self._on():
                 replayed = torch.cuda.Event()

@@ -131,7 +131,7 @@ class Device(Protocol):
     def check(self) -> None:
         """Raises `FtcommError` if a kernel has failed in a way that no view change mends."""
 
-    def drain(self, seconds: float) -> bool:
+    def wait_replays(self, seconds: float) -> bool:
         """Wait until all ops of graphs have ended that were replayed on the caller's current stream, or on one for
         which that waits; False if they have not after `seconds`. Raises `FtcommError` as `check` does."""
 

@@ -41,7 +41,7 @@ from ftcomm.process.own import own_process
 from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.transport.base import MirrorWriter, Peer
 
-_MOMENT = 0.1  # s; between two looks whether a drain has to end
+_MOMENT = 0.1  # s; between two looks whether a wait has to end
 
 
 class DeviceExchange(GroupExchange[KernelOperation]):
@@ -145,22 +145,22 @@ class DeviceExchange(GroupExchange[KernelOperation]):
     def capturing(self) -> bool:
         return self._device.capturing()
 
-    def drain(self, timeout: float | None = None) -> None:
+    def wait_all(self, timeout: float | None = None) -> None:
         """Block until nothing is in flight, replays included. Raises `CollectiveTimeout` after `timeout` seconds, and
         what an earlier op failed with whose caller did not wait for it; not the errors of others."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         core = self.core
-        self.member.inflight.drain(self._changed, timeout)
+        self.member.inflight.wait_all(self._changed, timeout)
         if core.captured:
-            self.monitor.draining = True
+            self.monitor.awaits_replays = True
             try:
-                while not self._device.drain(min(_MOMENT, max(0.0, end - time.monotonic()))):
+                while not self._device.wait_replays(min(_MOMENT, max(0.0, end - time.monotonic()))):
                     if time.monotonic() > end:
                         raise CollectiveTimeout(
                             f"a graph was still replaying op {core.ctl[RETURNED]} after {timeout:g}s"
                         )
             finally:
-                self.monitor.draining = False
+                self.monitor.awaits_replays = False
             with self._changed:
                 if self.member.error is None:
                     core.collect()

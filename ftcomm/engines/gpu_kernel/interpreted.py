@@ -48,7 +48,7 @@ class InterpretedGraph:
         self.work: list[Callable[[], None]] = []
 
     def replay(self) -> None:
-        """Queue them all. The arrays are to be left alone until `InterpretDevice.drain` has returned."""
+        """Queue them all. The arrays are to be left alone until `InterpretDevice.wait_replays` has returned."""
         self._queue(self.work)
 
 
@@ -188,7 +188,7 @@ class InterpretDevice:
         if self._failure is not None:
             raise FtcommError(f"a kernel has failed in the interpreter: {self._failure!r}") from self._failure
 
-    def drain(self, seconds: float) -> bool:
+    def wait_replays(self, seconds: float) -> bool:
         self.check()
         return self.settle(seconds)
 

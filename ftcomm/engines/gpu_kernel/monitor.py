@@ -37,7 +37,7 @@ class Monitor:
         self.launching = threading.Lock()  # the order of launches
         self.late = False  # ops wait to be launched by the monitor: at submission they had no number yet
         self.copying = False  # a thread moves memory by the copy engines
-        self.draining = False  # a thread waits for the end of replays
+        self.awaits_replays = False  # a thread waits for the end of replays
         self._ran = RunningTime()
         self._since = 0.0  # when, in `_ran`, the core was frozen, or began to end
         self._quiesced: list[Callable[[], None]] = []
@@ -168,7 +168,7 @@ class Monitor:
     def _no_view(self) -> FtcommError | None:
         """The error of ops that have waited for a view for too long; None if there are none."""
         core = self._core
-        if self._member.view is None or not (self._member.inflight.ops or self.draining):
+        if self._member.view is None or not (self._member.inflight.ops or self.awaits_replays):
             return None
         core.number()
         return no_view((self._member.inflight.ops or core.captured)[0], self._member.watch.give_up)

@@ -57,7 +57,7 @@ class NoStore(dist.Store):  # type: ignore[misc]
 _no_store = NoStore()  # torch keeps no reference to what it is in Python
 
 
-def meet(
+def env_rendezvous(
     url: str, torchs: Callable[..., Iterator[Any]], options: dict[str, Any]
 ) -> Iterator[tuple[dist.Store, int, int]]:
     """Meet as torch's rendezvous for `env://` does; returns (store, rank, size). `torchs` is its own handler."""

@@ -19,7 +19,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.launch import sidecar
 from ftcomm.settings.launchers import NUMBERINGS
-from ftcomm.torch import meeting, secret
+from ftcomm.torch import rendezvous, secret
 from ftcomm.torch.create import _beneath, _warn_if_short, create
 
 ENDPOINT = "127.0.0.1:4000"
@@ -46,17 +46,17 @@ def meet(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Meet:
     def join(there: Any, keys: str, endpoint: str, token: str, rank: int, *rest: Any) -> Any:
         assert endpoint == ENDPOINT
         if rank == 0:  # until then its token can be read
-            monkeypatch.setattr(meeting, "_met", meeting._met - 1)
-            meeting.join_by_store(there, 1, 2, timedelta(seconds=1))
+            monkeypatch.setattr(rendezvous, "_met", rendezvous._met - 1)
+            rendezvous.join_by_store(there, 1, 2, timedelta(seconds=1))
         other.append(token)
         jobs.append(rest[-1]["job"])
 
-    monkeypatch.setattr(meeting, "_join", join)
-    monkeypatch.setattr(meeting, "_ours", None)
+    monkeypatch.setattr(rendezvous, "_join", join)
+    monkeypatch.setattr(rendezvous, "_ours", None)
 
     def both(times: int) -> str:
         other.clear()
-        meeting.join_by_store(store, 0, 2, timedelta(seconds=1))
+        rendezvous.join_by_store(store, 0, 2, timedelta(seconds=1))
         one, two = other
         assert one == two
         assert jobs[-1] == jobs[-2] != "", "they would refuse each other, or take another job for their own"
@@ -85,9 +85,9 @@ def test_a_timeout_that_is_too_short_is_refused_before_anybody_joins(
     store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, job: bool
 ) -> None:
     """Else the first rank to raise it would be missed by one that is still about to join, which says so instead."""
-    monkeypatch.setattr(meeting, "in_job", lambda: job)
-    monkeypatch.setattr(meeting, "joined", lambda: pytest.fail("it has joined"))
-    monkeypatch.setattr(meeting, "join_by_store", lambda *what: pytest.fail("it has joined"))
+    monkeypatch.setattr(rendezvous, "in_job", lambda: job)
+    monkeypatch.setattr(rendezvous, "joined", lambda: pytest.fail("it has joined"))
+    monkeypatch.setattr(rendezvous, "join_by_store", lambda *what: pytest.fail("it has joined"))
     options = SimpleNamespace(
         timeout=timedelta(seconds=1), group_id="0", global_ranks_in_group=[], group_rank=0, group_size=3, store=store
     )
@@ -97,7 +97,7 @@ def test_a_timeout_that_is_too_short_is_refused_before_anybody_joins(
 
 def test_a_timeout_within_which_no_stall_is_removed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     settings = SimpleNamespace(timeouts=Timeouts.derive(120.0))
-    group = SimpleNamespace(shards=1, roster=(0, 1), settings=settings, internals=None)
+    group = SimpleNamespace(shard=0, shards=1, roster=(0, 1), settings=settings, internals=None)
     _warn_if_short.cache_clear()
     for seconds in (600.0, 60.0, 60.0, group.settings.timeouts.give_up):
         _beneath(group, [], None, "torch 0", seconds)
@@ -120,11 +120,13 @@ def test_a_token_on_some_ranks_only(
 ) -> None:
     """Also what somebody else may have written there: whose token it is, rank 1 decides by its own environment."""
     monkeypatch.setenv("FTCOMM_TOKEN", mine)
-    store.set(f"ftcomm/0/{meeting._met}/coordinator", f"{ENDPOINT} {'1/3/' + 16 * 'a' if mine else 'FTCOMM_TOKEN'} job")
+    store.set(
+        f"ftcomm/0/{rendezvous._met}/coordinator", f"{ENDPOINT} {'1/3/' + 16 * 'a' if mine else 'FTCOMM_TOKEN'} job"
+    )
     with pytest.raises(
         InitError, match="is set here, and not on rank 0" if mine else "is not set here, but it is on rank 0"
     ):
-        meeting.join_by_store(store, 1, 2, timedelta(seconds=1))
+        rendezvous.join_by_store(store, 1, 2, timedelta(seconds=1))
 
 
 def test_who_meets_again_meets_at_another_key(
@@ -170,10 +172,10 @@ def test_torchs_own_rendezvous_hears_the_numbers_of_another_launcher(monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    next(iter(meeting.meet("env://", torchs, {})))
-    next(iter(meeting.meet("env://?rank=2&world_size=3", torchs, {})))
+    next(iter(rendezvous.env_rendezvous("env://", torchs, {})))
+    next(iter(rendezvous.env_rendezvous("env://?rank=2&world_size=3", torchs, {})))
     monkeypatch.setenv("RANK", "0")
-    next(iter(meeting.meet("env://", torchs, {})))
+    next(iter(rendezvous.env_rendezvous("env://", torchs, {})))
     assert asked == ["env://?rank=1&world_size=4", "env://?rank=2&world_size=3", "env://"]
 
 
@@ -181,7 +183,7 @@ def test_without_a_launcher_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch
     for name in ("FTCOMM_COORDINATOR", *(each for numbering in NUMBERINGS for each in numbering[1:])):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"RANK expected, but not set\. A launcher sets it: `ftcomm run --replicas 4"):
-        next(iter(meeting.meet("env://", _env_rendezvous_handler, {})))
+        next(iter(rendezvous.env_rendezvous("env://", _env_rendezvous_handler, {})))
 
 
 THRICE = """
