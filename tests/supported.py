@@ -148,7 +148,7 @@ def page(found: Sequence[Shown]) -> str:
         "",
         '"own processes" are started one by one, beside `ftcomm coordinator`, as a supervisor of a cluster does.',
         '"torchrun" is one torchrun for each replica, with `--max-restarts`, beside `ftcomm coordinator`; one for all',
-        "ends all ranks when one dies, and starts all again, which then meet anew (`tests/torch/test_rendezvous.py`). A",
+        "ends all ranks when one dies, and starts all again, which meet anew (`tests/torch/test_rendezvous.py`). A",
         "number says why there is no more in a cell:",
         "",
         *(f"{number}. {text}." for number, text in enumerate(reasons, 1)),
