@@ -156,7 +156,7 @@ class CollectiveRequest:
         if self.device == "cpu" and (self.sms or self.graph):
             raise SettingsError("--sms and -G are of kernels on a GPU; add --device cuda.")
         if self.device == "cuda" and self.collective != "allreduce":
-            raise SettingsError(f"--device cuda: its kernels all-reduce, and have no {self.collective} yet.")
+            raise SettingsError(f"--device cuda: only allreduce is measured there, not {self.collective}.")
         if self.wires and self.collective != "allreduce":
             raise SettingsError(f"--compression {self.wires[0]}: only an all-reduce has another form on the wire.")
         for wire in self.wires:

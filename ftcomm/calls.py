@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ftcomm.arrays import stage
-from ftcomm.arrays.flat import NONE, Flat, plain, to_read, to_write
+from ftcomm.arrays.flat import NONE, Flat, plain
 from ftcomm.collective import schedule
 from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import Operation
@@ -239,11 +238,14 @@ class Calls(Messages):
         """
         self._may_move("reduce")
         self._rank("reduce", root)
-        staged = stage(x)
+        staged = self._engine.stage(x)
         roster, me = self.roster, self.rank
-        size = staged.flat.itemsize
-        plan = schedule.reduce(len(staged.flat), roster, me, root, self._slot_payload, size)
-        made = ScheduledOperation(plan, staged.flat, staged.flat, staged.dtype, op, len(staged.flat), size)
+        flat, count, size = staged.flat, len(staged.flat), staged.flat.itemsize
+        call = CollectiveCall("reduce", roster, me, root, op)
+        made = self._engine.collective(call, flat, flat, staged.dtype, count, size)
+        if made is None:
+            plan = schedule.reduce(count, roster, me, root, self._slot_payload, size)
+            made = ScheduledOperation(plan, flat, flat, staged.dtype, op, count, size)
         return self._carry_out(made, x, staged.finish if me == root else None, async_op)
 
     def allgather(self, out: Any, x: Any, *, async_op: bool = False, copy_engine: bool = False) -> Any:
@@ -355,14 +357,17 @@ class Calls(Messages):
         self._may_move("gather")
         self._rank("gather", root)
         roster, me = self.roster, self.rank
-        given = to_read(x)
-        into = self._only_at_root("gather", "out", out, to_write, root)
+        given = self._engine.to_read(x)
+        into = self._only_at_root("gather", "out", out, self._engine.to_write, root)
         if me == root:
             self._fits("gather", "out", into, given.count * len(roster), given)
-        plan = schedule.gather(given.flat.size, roster, me, root, self._slot_payload, 1)
-        op = ScheduledOperation(
-            plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", given.count, given.size
+        op = self._engine.collective(
+            CollectiveCall("gather", roster, me, root), into.flat, given.flat, given.dtype, given.count, given.size
         )
+        if op is None:
+            plan = schedule.gather(given.flat.size, roster, me, root, self._slot_payload, 1)
+            source = _apart(given.flat, into.flat)
+            op = ScheduledOperation(plan, source, into.flat, given.dtype, "", given.count, given.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
@@ -376,12 +381,17 @@ class Calls(Messages):
         self._may_move("scatter")
         self._rank("scatter", root)
         roster, me = self.roster, self.rank
-        into = to_write(out)
-        given = self._only_at_root("scatter", "x", x, to_read, root)
+        into = self._engine.to_write(out)
+        given = self._only_at_root("scatter", "x", x, self._engine.to_read, root)
         if me == root:
             self._fits("scatter", "x", given, into.count * len(roster), into)
-        plan = schedule.scatter(into.flat.size, roster, me, root, CHUNK, 1)
-        op = ScheduledOperation(plan, _apart(given.flat, into.flat), into.flat, into.dtype, "", into.count, into.size)
+        op = self._engine.collective(
+            CollectiveCall("scatter", roster, me, root), into.flat, given.flat, into.dtype, into.count, into.size
+        )
+        if op is None:
+            plan = schedule.scatter(into.flat.size, roster, me, root, CHUNK, 1)
+            source = _apart(given.flat, into.flat)
+            op = ScheduledOperation(plan, source, into.flat, into.dtype, "", into.count, into.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:

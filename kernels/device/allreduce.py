@@ -121,7 +121,7 @@ def _serve(
             while posted < tl.minimum(steps, taken + AHEAD):
                 if ROWS > 0:
                     give(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, kind, ranks,
-                         rank, root, lost, T, COPIED, ALIGNED, LANES, CHUNK)  # fmt: skip
+                         rank, root, lost, T, COPIED, ALIGNED, LANES, CHUNK, ROWS)  # fmt: skip
                 else:
                     post(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, T, COPIED,
                           ALIGNED, LANES, CHUNK)  # fmt: skip

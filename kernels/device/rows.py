@@ -11,14 +11,18 @@ Part j of a row lies at place j of a slot, whoever gives it. Who gives and who t
 
     collective       gives into its slot                  takes from the slots
     allgather        its own part                         of each rank that one's part
+    gather           its own part                         the root: of each rank that one's part
     broadcast        the root: the only part              of the root
+    scatter          the root: the parts for all ranks    of the root the part that is for it
     alltoall         the parts for all ranks              of each rank the part that is for it
+    reduce           the only part, if it contributes     the root: of all that contribute, and reduces them
     reduce_scatter   the parts for all ranks, if it       of all that contribute the part that is for it, and reduces
                      contributes                          them
     barrier          nothing                              nothing
 
-All post a row before any takes it, and a row is INPUT at a member until that has taken all that it takes of it; so what
-`ftcomm.kernels.device.allreduce` says of words, slots and lanes holds here, too. After a loss:
+What a rank takes of itself it takes from what it gives, if that is only moved. All post a row before any takes it, and
+a row is INPUT at a member until that has taken all that it takes of it; so what `ftcomm.kernels.device.allreduce` says
+of words, slots and lanes holds here, too. After a loss:
 
     allgather,       a row that a survivor has is given by that one, as it is in its result; all parts of it
     broadcast
@@ -61,12 +65,27 @@ from ftcomm.kernels.device.signal import pointer, publish, read
 from ftcomm.kernels.device.tile import copy_span, reduce_span
 from ftcomm.kernels.device.variant import REDUCED
 
-_BROADCAST, _ALLGATHER, _REDUCE_SCATTER, _ALLTOALL, _BARRIER = (
-    tl.constexpr(KINDS.index(kind)) for kind in ("broadcast", "allgather", "reduce_scatter", "alltoall", "barrier")
-)
+
+def _mask(*kinds: str) -> tl.constexpr:
+    return tl.constexpr(sum(1 << KINDS.index(kind) for kind in kinds))
+
+
+_ONE_PART = _mask("broadcast", "reduce")
+_NO_PART = _mask("barrier")
+_BY_ROOT = _mask("broadcast", "scatter")  # that alone gives
+_FOR_ROOT = _mask("reduce", "gather")  # that alone takes
+_OWN_PART = _mask("allgather", "gather")  # is what a rank gives
+_FOR_EACH = _mask("alltoall", "scatter")  # another part is given
+_BY_ALL = _mask("allgather", "alltoall", "gather")  # what each of them gives moves
 _REDUCED = tl.constexpr(REDUCED)
 _LINE = tl.constexpr(64)  # bytes; parts begin on cache lines
 _REPLICAS = tl.constexpr((1 << words.ROOT) - 1)  # of WHO
+
+
+@triton.jit
+def _is(kind, MASK: tl.constexpr):
+    """Whether the kind is one of those. Comparisons with each would become a jump table, which nobody can check."""
+    return (((tl.zeros((), tl.int64) + MASK) >> kind) & 1) != 0
 
 
 @triton.jit
@@ -86,6 +105,7 @@ def ranks_of(view, call, who):
     """(kind, ranks, my rank, rank of the root or -1, for each rank 4 bits that are its index among the members, whether
     somebody is lost without whom a member cannot get all that it takes, if no member has any of it)"""
     kind = call >> KIND
+    by_root = _is(kind, _BY_ROOT)
     roster = who & _REPLICAS
     root = (who >> ROOT) - 1
     present = read(view + PRESENT)
@@ -94,6 +114,7 @@ def ranks_of(view, call, who):
     rank = tl.zeros((), tl.int64)
     indices = tl.zeros((), tl.int64)
     lost = tl.zeros((), tl.int64)
+    rooted = tl.zeros((), tl.int64)
     ahead = roster
     while ahead != 0:
         bit = ahead & -ahead
@@ -101,17 +122,18 @@ def ranks_of(view, call, who):
         index = _ones(present & (bit - 1))
         here = (present & bit) != 0
         rank = tl.where(here & (index == me), ranks, rank)
-        lost += tl.where(here | ((root >= 0) & (root != ranks)), 0, 1)
+        lost += tl.where(here | (by_root & (root != ranks)), 0, 1)
+        rooted += tl.where(here & (root == ranks), 1, 0)
         indices = indices | ((index & 15) << (4 * ranks))
         ranks += 1
-    needed = (kind == _ALLGATHER) | (kind == _BROADCAST) | (kind == _ALLTOALL)
+    needed = by_root | (_is(kind, _BY_ALL) & ((rooted > 0) | (root < 0)))
     return kind, ranks, rank, root, indices, (lost > 0) & needed
 
 
 @triton.jit
 def part_of(kind, ranks, SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """(parts of a row, elements of a part)"""
-    parts = tl.where(kind == _BROADCAST, 1, tl.where(kind == _BARRIER, 0, ranks))
+    parts = tl.where(_is(kind, _ONE_PART), 1, tl.where(_is(kind, _NO_PART), 0, ranks))
     unit: tl.constexpr = _LINE // SIZE
     return parts, tl.maximum(unit, CHUNK // SIZE // tl.maximum(parts, 1) // unit * unit)
 
@@ -131,7 +153,7 @@ def _row(tasks, i, lost):
 @triton.jit
 def give(
     tasks, i, lane, index, view, array, source, count, kind, ranks, rank, root, lost, T, COPIED: tl.constexpr, ALIGNED,
-    LANES, CHUNK: tl.constexpr,
+    LANES, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """My parts of a row into my staging. `count`: elements of a piece."""
     size: tl.constexpr = T.primitive_bitwidth // 8
@@ -144,22 +166,24 @@ def give(
     pieces = source
     first = tl.zeros((), tl.int64)
     last = parts
-    if holder == me + 1:
-        pieces = array
-    elif kind == _ALLGATHER:
-        pieces = source - rank * count * size
-        first = rank
-        last = rank + 1
-    elif kind == _BROADCAST:
-        pieces = array
-        last = tl.where(root == rank, parts, 0)
-    elif kind == _REDUCE_SCATTER:
+    none = empty | ((holder > 0) & (holder != me + 1))
+    if ROWS == _REDUCED:
         last = tl.where(read(view + CONTRIBUTES) != 0, parts, 0)
-    if empty | ((holder > 0) & (holder != me + 1)) | ((read(view + MEMBERS) == 1) & (kind != _REDUCE_SCATTER)):
+    else:
+        none = none | (read(view + MEMBERS) == 1)
+        if holder == me + 1:
+            pieces = array
+        elif _is(kind, _OWN_PART):
+            pieces = source - rank * count * size
+            first = rank
+            last = tl.where(rank == root, rank, rank + 1)
+        elif _is(kind, _BY_ROOT):
+            last = tl.where(root == rank, parts, 0)
+    if none:
         last = first
     j = first
     while j < last:
-        if (kind != _ALLTOALL) | (j != rank):
+        if (j != rank) | (not _is(kind, _FOR_EACH)):
             copy_span(pieces + (j * count + start) * size, slot + j * part * size, n, T, COPIED, ALIGNED)
         j += 1
 
@@ -196,35 +220,32 @@ def receive(
     start = row * part
     n = tl.maximum(0, tl.minimum(part, count - start))
     slot = slot_of(lane, index, LANES, CHUNK)
-    none = skip | empty | (holder == me + 1)
+    none = skip | empty | (holder == me + 1) | (_is(kind, _FOR_ROOT) & (rank != root))
     if ROWS == _REDUCED:
+        place = tl.where(parts == 1, 0, rank)
         if not none:
             w = read(view + SOURCES).to(tl.int32)
-            at = slot // size + rank * part
+            at = slot // size + place * part
             out = array + start * size
             if w == W:
                 reduce_span(view, SOURCE_STAGING, w, W, at, out, n, w, T, OP, BLOCK, ALIGNED)
             else:
                 reduce_span(view, SOURCE_STAGING, w, 0, at, out, n, w, T, OP, BLOCK, ALIGNED)
     else:
-        k = tl.where(none, parts, 0)
-        while k < parts:
+        by_root = _is(kind, _BY_ROOT)
+        for_each = _is(kind, _FOR_EACH)
+        last = tl.where(none, 0, tl.where(by_root, 1, parts))
+        k = tl.zeros((), tl.int64)
+        while k < last:
             j = (rank + 1 + k) % parts  # each begins with the next rank, so that not all read from one
-            place = j
-            owner = (indices >> (4 * j)) & 15
+            owner = (indices >> (4 * tl.where(by_root, root, j))) & 15
+            j = tl.where(by_root, 0, j)
             if holder > 0:
                 owner = holder - 1
-            elif kind == _BROADCAST:
-                owner = (indices >> (4 * root)) & 15
-            elif kind == _ALLTOALL:
-                place = rank
-            there = read(view + STAGING_OF + 8 * owner) + slot + place * part * size
+            there = read(view + STAGING_OF + 8 * owner) + slot + tl.where(for_each, rank, j) * part * size
+            if (holder == 0) & (owner == me):
+                there = source + (tl.where(for_each, rank, 0) * count + start) * size
             to = array + (j * count + start) * size
-            own = (holder == 0) & (owner == me)
-            if own & (kind == _ALLGATHER):
-                there = source + start * size
-            elif own & (kind == _ALLTOALL):
-                there = source + (rank * count + start) * size
-            if (there != to) & (not (own & (kind == _BROADCAST))):
+            if there != to:
                 copy_span(there, to, n, T, COPIED, ALIGNED)
             k += 1

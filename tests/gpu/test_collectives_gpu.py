@@ -11,7 +11,9 @@ import torch
 
 from ftcomm.engines.base import CollectiveCall
 from ftcomm.engines.gpu_kernel.collective import CALLS
+from tests import moved
 from tests.gpu.ranks import Ranks
+from tests.moved import REDUCING, ROOTED
 from tests.process.test_kills import SEED
 
 from .rig import gpu, inputs, ranks_on_gpu, same_bits, total
@@ -23,21 +25,21 @@ class Played:
     """One call among `size` ranks of `count` elements each, from `offset` on in arrays on the GPU."""
 
     def __init__(self, kind: str, size: int, count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> None:
-        self.kind, self.size, self.count, self.dtype = kind, size, count, dtype
-        whole = count * (1 if kind == "broadcast" else size)
-        self.sources = inputs(size, offset + (count if kind == "allgather" else whole), dtype, seed)
-        self.sources = [source[offset:] for source in self.sources]
-        self.given = [torch.zeros(offset + len(source), dtype=dtype, device="cuda")[offset:] for source in self.sources]
-        for given, source in zip(self.given, self.sources, strict=True):
-            given.copy_(source)
-        taken = count if kind == "reduce_scatter" else whole
-        self.out = [torch.zeros(offset + taken, dtype=dtype, device="cuda")[offset:] for _ in range(size)]
-        if kind == "broadcast":
+        self.kind, self.size, self.count, self.dtype, self.root = kind, size, count, dtype, size - 1
+        lengths = [moved.lengths(kind, size, count, me, self.root) for me in range(size)]
+        values = inputs(size, offset + max(given for given, _ in lengths), dtype, seed)
+        self.sources = [x[offset : offset + given] for x, (given, _) in zip(values, lengths, strict=True)]
+        self.given = [self._empty(offset, len(source)).copy_(source) for source in self.sources]
+        self.out = [self._empty(offset, taken) for _, taken in lengths]
+        if kind in ("broadcast", "reduce"):
             self.out = self.given
 
+    def _empty(self, offset: int, elements: int) -> torch.Tensor:
+        return torch.zeros(offset + elements, dtype=self.dtype, device="cuda")[offset:]
+
     def launch(self, ranks: Ranks, me: int) -> None:
-        reduces = self.kind == "reduce_scatter"
-        root = self.size - 1 if self.kind == "broadcast" else None
+        reduces = self.kind in REDUCING
+        root = self.root if self.kind in ROOTED else None
         call = CollectiveCall(self.kind, tuple(range(self.size)), me, root, "sum" if reduces else "")
         array, source = self.out[me], self.given[me]
         if not reduces:
@@ -47,15 +49,7 @@ class Played:
 
     def check(self, what: str) -> None:
         for me, out in enumerate(self.out):
-            mine = slice(me * self.count, (me + 1) * self.count)
-            if self.kind == "broadcast":
-                wanted = self.sources[-1]
-            elif self.kind == "allgather":
-                wanted = torch.cat(self.sources)
-            elif self.kind == "alltoall":
-                wanted = torch.cat([source[mine] for source in self.sources])
-            else:
-                wanted = total([source[mine] for source in self.sources])
+            wanted = moved.wanted(self.kind, self.sources, self.count, me, self.root, range(self.size), total)
             assert same_bits(out.cpu(), wanted), f"{what}: {self.kind} at rank {me} of {self.size}, {self.count}"
 
 

@@ -24,6 +24,8 @@ from ftcomm.errors import LostError
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.device import allreduce as module
 from ftcomm.kernels.device import words as w
+from tests import moved
+from tests.moved import REDUCING, ROOTED
 
 from .ranks import CHUNK, LANES, Rank, group, join, running, seed, start, until, view_change
 from .test_allreduce import arrays, expected, until_stopped
@@ -33,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="its ranks are processes that share host memory"),
 ]
 
-MOVING = ("broadcast", "allgather", "alltoall")
+MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall")
 
 
 class Case:
@@ -44,40 +46,33 @@ class Case:
         in_place: bool = False, offset: int = 0,
     ) -> None:  # fmt: skip
         self.kind, self.size, self.count, self.in_place, self.root = kind, size, count, in_place, root
-        self.op = op if kind == "reduce_scatter" else ""
-        whole = count * (1 if kind == "broadcast" else size)
-        self.given = [x[offset:] for x in arrays(offset + (count if kind == "allgather" else whole), dtype, size)]
+        self.op = op if kind in REDUCING else ""
+        lengths = [moved.lengths(kind, size, count, rank, root) for rank in range(size)]
+        self.given = [arrays(offset + given, dtype, size)[rank][offset:] for rank, (given, _) in enumerate(lengths)]
         self.inputs = [x.clone() for x in self.given]
-        taken = whole if kind != "reduce_scatter" else count
-        self.out = [x[offset:].zero_() for x in arrays(offset + taken, dtype, size)]
-        if kind == "broadcast":
+        self.out = [arrays(offset + taken, dtype, size)[0][offset:].zero_() for _, taken in lengths]
+        if kind in ("broadcast", "reduce"):
             self.out = self.given
-        elif in_place and kind == "allgather":
-            for rank, out in enumerate(self.out):
-                part = out[rank * count : (rank + 1) * count]
-                part.copy_(self.given[rank])
-                self.given[rank] = part
         elif in_place:
-            self.out = [given[rank * count : (rank + 1) * count] for rank, given in enumerate(self.given)]
+            for rank, (given, out) in enumerate(zip(self.given, self.out, strict=True)):
+                part = slice(rank * count, (rank + 1) * count)
+                if kind in ("allgather", "gather") and len(out):
+                    self.given[rank] = out[part].copy_(given)
+                elif kind in ("reduce_scatter", "scatter") and len(given):
+                    self.out[rank] = given[part]
         self.ops = [self._op(rank) for rank in range(size)]
 
     def _op(self, rank: int) -> CollectiveOperation:
         array, source, roster = self.out[rank], self.given[rank], tuple(range(self.size))
         dtype = str(array.dtype).removeprefix("torch.")
-        call = CollectiveCall(self.kind, roster, rank, self.root if self.kind == "broadcast" else None, self.op)
+        call = CollectiveCall(self.kind, roster, rank, self.root if self.kind in ROOTED else None, self.op)
         addresses = array.data_ptr(), source.data_ptr()
         return CollectiveOperation(call, array, source, dtype, self.count, array.element_size(), CHUNK, addresses)
 
     def wanted(self, rank: int, contributing: Sequence[int] | None = None) -> torch.Tensor:
         who = range(self.size) if contributing is None else contributing
-        mine = slice(rank * self.count, (rank + 1) * self.count)
-        if self.kind == "broadcast":
-            return self.inputs[self.root]
-        if self.kind == "allgather":
-            return torch.cat(self.inputs)
-        if self.kind == "alltoall":
-            return torch.cat([x[mine] for x in self.inputs])
-        return expected([self.inputs[i][mine].clone() for i in who], self.op)
+        reduced = functools.partial(expected, op=self.op)
+        return moved.wanted(self.kind, self.inputs, self.count, rank, self.root, who, reduced)
 
     def right(self, rank: int, contributing: Sequence[int] | None = None) -> bool:
         return self.kind == "barrier" or same(self.out[rank], self.wanted(rank, contributing))
@@ -135,7 +130,8 @@ def test_types_and_alignments(dtype: torch.dtype) -> None:
         Case(kind, 2, count, dtype=dtype, offset=offset) for kind in MOVING for count, offset in ((301, 3), (64, 0))
     ]
     assert len({case.ops[0].width for case in cases}) > 1 or dtype == torch.float64
-    reduced = [Case("reduce_scatter", 2, 133, dtype=dtype, op=op, offset=1) for op in ("avg", "max")]
+    ops = ("avg", "max") if dtype.is_floating_point else ("avg", "bxor")
+    reduced = [Case(kind, 2, 133, dtype=dtype, op=op, offset=1) for kind in REDUCING for op in ops]
     play(*cases, *reduced, size=2)
 
 
@@ -147,8 +143,8 @@ def test_programs_share_the_lanes() -> None:
 
 @pytest.mark.parametrize("contributing", [[0, 2], [1]])
 def test_who_catches_up_gives_what_moves_and_nothing_that_is_reduced(contributing: list[int]) -> None:
-    play(Case("allgather", 3, 200), Case("reduce_scatter", 3, 500, op="avg"), Case("alltoall", 3, 200), size=3,
-         contributing=contributing)  # fmt: skip
+    reduced = [Case("reduce_scatter", 3, 500, op="avg"), *(Case("reduce", 3, 500, root=root) for root in range(2))]
+    play(Case("allgather", 3, 200), *reduced, Case("alltoall", 3, 200), size=3, contributing=contributing)
 
 
 def test_a_barrier_waits_for_all() -> None:
@@ -270,13 +266,13 @@ def check(case: Case, hosts: list[Host]) -> None:
         assert isinstance(hosts[0].op.error, LostError)
         assert case.kind in MOVING
         return
-    part = CHUNK if case.kind == "broadcast" else hosts[0].op.part
+    part = hosts[0].op.part
     for host in hosts:
         rank = host.rank.replica
         assert None not in host.op.finals
         if case.kind == "barrier":
             continue
-        if case.kind != "reduce_scatter":
+        if case.kind not in REDUCING or (case.kind == "reduce" and rank != case.root):
             assert case.right(rank), rank
             continue
         for row, who in enumerate(host.op.finals):
@@ -286,13 +282,12 @@ def check(case: Case, hosts: list[Host]) -> None:
 
 
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_survivors_finish_the_op(kind: str, size: int) -> None:
+def test_the_survivors_finish_the_op(kind: str) -> None:
     """One is killed at any moment."""
     chance = random.Random(seed())
-    for in_place in (False, kind != "alltoall"):
+    for size, in_place in ((2, chance.random() < 0.5), (3, kind != "alltoall")):
         count = 0 if kind == "barrier" else chance.choice((200, 1000))
-        case = Case(kind, size, count, in_place=in_place and kind in ("allgather", "reduce_scatter"))
+        case = Case(kind, size, count, root=chance.randrange(size), in_place=in_place and kind != "alltoall")
         victim = chance.randrange(size)
 
         def some_time(ranks: list[Rank], processes: list[Any], victim: int = victim) -> None:
@@ -362,36 +357,68 @@ def test_what_one_survivor_has_the_other_gets_from_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MOVING)
 def test_what_only_a_lost_one_had_fails_the_call_on_all(kind: str) -> None:
-    """It had posted nothing yet; and the next call works."""
-    case = Case(kind, 3, 700)
+    """It had posted nothing yet."""
+    case = Case(kind, 3, 700, root=int(kind == "gather"))
     hosts = stopped(case, {0: ("give", 0)}, victim=0)
     assert all(isinstance(host.op.error, LostError) for host in hosts)
     assert "replica 0 was lost before the data were with any survivor" in str(hosts[0].op.error)
     check(case, hosts)
 
 
-def test_parts_keep_those_who_contributed_to_them() -> None:
+@pytest.mark.parametrize("kind", ["reduce", "gather"])
+def test_without_its_root_a_call_moves_nothing_and_returns(kind: str) -> None:
+    case = Case(kind, 3, 700)
+    hosts = stopped(case, {0: ("give", 0)}, victim=0)
+    assert [host.op.error for host in hosts] == [None, None]
+    assert [host.op.spans() for host in hosts] == [(), ()]
+    check(case, hosts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "root", "fails"), [("gather", 1, False), ("gather", 2, True), ("scatter", 1, False), ("scatter", 0, True)]
+)
+def test_only_data_that_somebody_still_needs_are_lost(kind: str, root: int, fails: bool) -> None:
+    """0 is lost when 1 has taken what it takes of both rows, and 2 of the first one alone."""
+    case = Case(kind, 3, 2 * 320 // 4, root=root)
+    hosts = stopped(case, {0: ("stable", 1), 1: ("stable", 1), 2: ("await_flags", 1)}, victim=0)
+    assert [isinstance(host.op.error, LostError) for host in hosts] == [fails, fails]
+    check(case, hosts)
+
+
+@pytest.mark.parametrize(("kind", "part"), [("reduce_scatter", 320), ("reduce", 1024)])
+def test_parts_keep_those_who_contributed_to_them(kind: str, part: int) -> None:
     """0 is lost when 2 has its parts of two rows, with the input of 0, and 1 that of the first one alone. So the second
-    is reduced once more for 1 alone, and the third for both."""
-    case = Case("reduce_scatter", 3, 3 * 320 // 4, in_place=True)
+    is reduced once more for 1 alone, and the third for both. In a reduce, of which 1 is the root, 2 has nothing to take
+    of rows."""
+    case = Case(kind, 3, 3 * part // 4, root=1, in_place=True)
     hosts = stopped(case, {0: ("receive", 1), 1: ("await_flags", 1), 2: ("stable", 1)}, victim=0)
     assert [host.op.finals for host in hosts] == [[(0, 1, 2), (1, 2), (1, 2)], [(0, 1, 2), (0, 1, 2), (1, 2)]]
     check(case, hosts)
 
 
-def test_an_op_that_was_not_begun_knows_by_itself_that_data_are_lost() -> None:
-    """Its launch was there before the view; it finds the same as the host does."""
-    ranks, case = group(3), Case("allgather", 3, 700)
-    before = case.out[1].clone()
+@pytest.mark.parametrize(
+    ("kind", "root", "lost"),
+    [
+        *(("allgather", 0, True), ("alltoall", 0, True), ("reduce_scatter", 0, False)),
+        *(("broadcast", 0, True), ("broadcast", 1, False), ("scatter", 0, True), ("scatter", 1, False)),
+        *(("gather", 0, False), ("gather", 1, True), ("reduce", 0, False), ("reduce", 1, False)),
+    ],
+)
+def test_an_op_that_was_not_begun_knows_by_itself_whether_data_are_lost(kind: str, root: int, lost: bool) -> None:
+    """Its launch was there before the view, which 0 is not in; it finds the same as the host does."""
+    ranks, case = group(3), Case(kind, 3, 700, root=root)
+    before = [x.clone() for x in case.out]
     for rank in ranks:
         rank.freeze()
     survivors = ranks[1:]
     view_change(survivors, [0, 1], 2, 0)
     join(start(*[functools.partial(rank.run, case.ops[rank.replica]) for rank in survivors]))
     assert [rank.returned for rank in survivors] == [1, 1]
-    assert [int(rank.state[w.BASE]) for rank in survivors] == [1, 1]
-    assert same(case.out[1], before)
-    reduced = Case("reduce_scatter", 3, 700)
-    join(start(*[functools.partial(rank.run, reduced.ops[rank.replica]) for rank in survivors]))
-    assert reduced.right(1, [1, 2])
-    assert reduced.right(2, [1, 2])
+    for op in case.ops[1:]:
+        op.prepare(GroupView(2, op.rank, (1, 2), frozenset((1, 2))))
+        assert (op.doom is not None) == lost
+        assert (len(op.tasks) == 1) == lost
+    longest = -(-len(case.ops[1].tasks) // LANES)
+    assert [int(rank.state[w.BASE]) for rank in survivors] == [longest] * 2
+    for rank in (1, 2):
+        assert same(case.out[rank], before[rank]) if lost else case.right(rank, [1, 2])

@@ -193,7 +193,7 @@ def test_sums_and_view_changes_hold() -> None:
     for each in range(chance, chance + 4):
         assert hold(each) == "", each
         assert freeze_as_it_begins(each, fenced=True) == "", each
-    for kind in ("allgather", "reduce_scatter"):
+    for kind in ("allgather", "scatter", "reduce_scatter", "reduce"):
         assert move(chance, kind=kind) == "", (chance, kind)
 
 

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ftcomm
 from ftcomm.errors import ArgumentError, LostError
+from ftcomm.kernels.call_codes import KINDS
+from ftcomm.kernels.device.words import KIND
 
 from ..process.inside import before_announce
 from ..process.job import Notes
@@ -27,8 +29,7 @@ def count_launches(group: ftcomm.Group) -> Counter[str]:
     launch, counted = engine.device.launch, Counter[str]()
 
     def counting(launched: Any) -> None:
-        kinds = {1: "broadcast", 3: "allgather", 4: "reduce_scatter", 5: "alltoall", 8: "barrier"}
-        counted[kinds.get(launched.call >> 58, "allreduce")] += 1
+        counted[KINDS[launched.call >> KIND]] += 1
         launch(launched)
 
     engine.device.launch = counting
@@ -55,7 +56,8 @@ def fsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
 
 
 def every_call(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """Those that kernels run, and what the others say."""
+    """All that move data or reduce for some, and what is refused."""
+    counted = count_launches(group)
     me, size = group.rank, group.world_size
     x = torch.arange(6.0) + 10 * me
     out = torch.empty(6 * size, dtype=torch.complex64)
@@ -77,23 +79,30 @@ def every_call(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
     z = torch.empty(2 * size, dtype=torch.int16)
     group.alltoall(z, y, [2] * size, [2] * size)
     group.barrier()
+    for root in range(size):
+        here = me == root
+        strided = torch.zeros(6 * size, 2)
+        group.gather(strided[:, 1] if here else None, x, root)
+        assert not here or torch.equal(strided[:, 1], torch.cat([torch.arange(6.0) + 10 * r for r in range(size)]))
+        part = torch.empty(4, dtype=torch.complex64)
+        group.scatter(part, whole.to(torch.complex64) if here else None, root)
+        assert torch.equal(part.real, torch.arange(4.0) + 4 * me + (mean if here else root)), (root, part)
+        bits = torch.tensor([1 << me, 7], dtype=torch.int16)
+        group.reduce(bits, root, "bxor")
+        assert bits.tolist() == ([(1 << size) - 1, 7 * (size % 2)] if here else [1 << me, 7])
     uneven = [1] * (size - 1) + [2]
-    for call in (
-        lambda: group.gather(None if me else out, x, 0),
-        lambda: group.alltoall(torch.empty(uneven[me] * size), torch.empty(size + 1), [uneven[me]] * size, uneven),
-    ):
-        try:
-            call()
-        except ArgumentError as error:
-            notes.write(kind="refused", text=str(error))
+    try:
+        group.alltoall(torch.empty(uneven[me] * size), torch.empty(size + 1), [uneven[me]] * size, uneven)
+    except ArgumentError as error:
+        notes.write(kind="refused", text=str(error))
     work = group.allreduce(torch.ones(3), async_op=True)
     assert work.wait().tolist() == [size] * 3
-    notes.write(kind="done")
+    notes.write(kind="done", launches=counted)
 
 
 def gather_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """Step after step an allgather, a reduce_scatter and a sum of ones; replica 1 dies in one at `point`, for the time
-    number `times`."""
+    """Step after step one call of each kind, with roots that live and that die; replica 1 dies in one at `point`, for
+    the time number `times`."""
     left = arguments["times"]
 
     def at(point: str) -> None:
@@ -121,6 +130,25 @@ def gather_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
         for span in work.contributors:
             wanted = sum(2.0**replica + 16 * me for replica in span.replicas)
             assert (part[span.start : span.stop] == wanted).all(), (step, span, part)
+        piece = torch.cat([torch.full((count,), 100.0 * step + rank) for rank in range(size)])
+        try:
+            group.scatter(part, piece if me == size // 2 else None, size // 2)
+            said["scattered"] = sorted({float(v) - me for v in part})
+        except LostError:
+            said["scattered"] = "lost"
+        try:
+            group.gather(out if me == 0 else None, torch.full((count,), 1000.0 * step + group.replica), 0)
+            assert me or (out.view(size, count)[:, 0] - 1000.0 * step).tolist() == list(group.roster)
+            said["collected"] = True
+        except LostError:
+            said["collected"] = "lost"
+        for root in (0, size // 2):
+            ones = torch.full((count,), 2.0**group.replica)
+            work = group.reduce(ones, root, async_op=True)
+            work.wait()
+            for span in work.contributors if me == root else ():
+                assert (ones[span.start : span.stop] == sum(2.0**replica for replica in span.replicas)).all()
+            assert me == root or (ones == 2.0**group.replica).all()
         said["ones"] = float(group.allreduce(torch.ones(1))[0])
         notes.write(kind="step", step=step, **said)
 

@@ -547,7 +547,7 @@ def test_a_level_that_failed_is_an_error() -> None:
         ("allreduce -G", "add --device cuda"),
         ("allreduce --sms 4", "add --device cuda"),
         ("allreduce --device cuda --sms 0", "needs at least 1"),
-        ("broadcast --device cuda", "have no broadcast yet"),
+        ("broadcast --device cuda", "only allreduce is measured there, not broadcast"),
         ("allreduce -c 2", "not in the range"),
         ("allreduce --plot /nonexistent/x.png", "no folder /nonexistent"),
         ("allreduce --plot x.gif", ".png or .svg"),

@@ -4,16 +4,19 @@ The host's engine cuts the same collectives into parts that it packs anew in eve
 Here the unit of recovery is the row (`ftcomm.kernels.device.rows`), since a row is a task: INPUT or FINAL at a member,
 as a chunk of an all-reduce is. So members tell each other after a loss which rows they have, and each finds the same:
 
-    allgather, broadcast        a row that some have is copied from the lowest of them; else it is given anew
-    alltoall, reduce_scatter    a row that somebody does not have is given anew, by all; who has it leaves it
-    nobody can give it          all that is left is one task that moves nothing, and the call fails on all
+    allgather, broadcast    a row that some have is copied from the lowest of them; else it is given anew
+    others                  a row that somebody does not have is given anew, by all; who has it leaves it
+    nobody can give it      all that is left is one task that moves nothing, and the call fails on all
+
+Who takes nothing of a row, as all but the root of a reduce or gather, has it when all have given it. So if the root of
+one of these is lost, what is left moves nothing, and the call returns.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ftcomm.collective.chunks import Contributors
@@ -29,7 +32,7 @@ from ftcomm.kernels.call_codes import KINDS
 from ftcomm.kernels.device import words
 from ftcomm.kernels.dtypes import unsupported
 
-CALLS = ("broadcast", "allgather", "reduce_scatter", "alltoall", "barrier")  # those that kernels run
+CALLS = KINDS[1:]
 NOBODY = -2  # as the holder of a task: it moves nothing
 _LINE = 64  # bytes; parts begin on cache lines
 _WIDEST = 8  # bytes of an element, for what is only moved
@@ -38,7 +41,7 @@ _WIDEST = 8  # bytes of an element, for what is only moved
 def parts_of(kind: str, ranks: int, chunk: int) -> tuple[int, int]:
     """Returns how many parts a row has, and the bytes of a part, in slots of `chunk` bytes: as `part_of` in
     `ftcomm.kernels.device.rows`."""
-    parts = {"broadcast": 1, "barrier": 0}.get(kind, ranks)
+    parts = {"broadcast": 1, "reduce": 1, "barrier": 0}.get(kind, ranks)
     return parts, max(_LINE, chunk // max(1, parts) // _LINE * _LINE)
 
 
@@ -62,13 +65,12 @@ class CollectiveOperation(KernelOperation):
             )
         code = call_of(dtype, op)[0]
         self.max_sms = max_sms
-        self.kind, self.roster, self.root = kind, roster, root
+        self.kind, self.roster, self.rank, self.root = kind, roster, call.rank, root
         self.source = source
         self.piece = count * size
         parts, self.part = parts_of(kind, len(roster), chunk)
-        self.roots = () if root is None else (roster[root],)
         rows = max(1, -(-self.piece // self.part))
-        nbytes = self.piece * parts
+        nbytes = max(array.nbytes, source.nbytes)
         detail = detail_of(KINDS.index(kind) << words.KIND, who_of(roster, root))
         outline = (count, size, nbytes, count, rows, count << 16 | code)
         self._begin(array, dtype, op, "input", outline)
@@ -77,7 +79,7 @@ class CollectiveOperation(KernelOperation):
         # How kernels see it
         self.who = who_of(roster, root)
         self.compared = self.call | KINDS.index(kind) << words.KIND
-        self.alignment = math.gcd(16, self.piece, *addresses)
+        self.alignment = math.gcd(16, 0 if op and parts == 1 else self.piece, *addresses)
         self.width = size if op else min(_WIDEST, self.alignment)
         self.elements = self.piece // self.width
 
@@ -96,8 +98,16 @@ class CollectiveOperation(KernelOperation):
         return self.tasks
 
     def _plan(self, held: Mapping[int, Mapping[Contributors, int]]) -> None:
-        self.tasks, lost = rows_left(self.kind, self.roster, self.root, len(self.finals), self.piece, held)
+        self.tasks, lost = rows_left(self.kind, self.roster, len(self.finals), self.part, self._bytes, held)
         self.doom = self._lost(lost) if lost else None
+
+    def _bytes(self, giver: int, taker: int) -> int:
+        """Returns how many bytes one rank gives to another, which that gets from nobody else at first."""
+        if self.kind in ("broadcast", "scatter"):
+            return self.piece if giver == self.root else 0
+        if self.kind == "gather":
+            return self.piece if taker == self.root else 0
+        return self.piece if self.kind in ("allgather", "alltoall") else 0
 
     def _lost(self, lost: Sequence[int]) -> LostError:
         several = len(lost) > 1
@@ -113,15 +123,18 @@ class CollectiveOperation(KernelOperation):
         if task.holder == NOBODY:
             self.error = self.error or self.doom
         elif self.finals[task.chunk] is None:
-            given = view.contributors if self.op else self.roots or self.roster
-            self.finals[task.chunk] = task.contributors or given
+            self.finals[task.chunk] = task.contributors or (view.contributors if self.op else self._contributors())
+
+    def _contributors(self) -> Contributors:
+        return (self.roster[self.root],) if self.root is not None and self.kind != "gather" else self.roster
 
     def spans(self) -> tuple[tuple[int, int, Contributors], ...]:
         """Returns (start, stop, contributors) in elements of the result, for a finished op."""
-        if not self.count or self.kind == "barrier":
+        takes_none = self.kind in ("reduce", "gather") and self.rank != self.root
+        if not self.count or self.kind == "barrier" or takes_none:
             return ()
-        if self.kind == "broadcast":
-            return ((0, self.count, self.roots),)
+        if self.kind in ("broadcast", "scatter"):
+            return ((0, self.count, self._contributors()),)
         if not self.op:
             return tuple((i * self.count, (i + 1) * self.count, (member,)) for i, member in enumerate(self.roster))
         made: list[tuple[int, int, Contributors]] = []
@@ -136,19 +149,21 @@ class CollectiveOperation(KernelOperation):
 
 
 def rows_left(
-    kind: str, roster: Sequence[int], root: int | None, rows: int, piece: int,
+    kind: str, roster: Sequence[int], rows: int, part: int, given: Callable[[int, int], int],
     held: Mapping[int, Mapping[Contributors, int]],
 ) -> tuple[tuple[Task, ...], tuple[int, ...]]:  # fmt: skip
-    """Returns the rows that the members still need, and who is lost without whom they cannot get them. `held`: for each
-    member, bitmaps of the rows that it has.
+    """Returns the rows that the members still need, and who is lost without whom they cannot get them.
 
-    The kernel finds the same by itself of an op of which nobody has anything (`ranks_of`).
+    `part`: bytes of each piece in a row. `given`: bytes from one rank to another. `held`: for each member, bitmaps of
+    the rows that it has. The kernel finds the same by itself of an op of which nobody has anything (`ranks_of`).
     """
     union = {member: 0 for member in held}
     for member, finals in held.items():
         for bits in finals.values():
             union[member] |= bits
-    tasks, anew = [], False
+    gone = [rank for rank, member in enumerate(roster) if member not in union]
+    tasks: list[Task] = []
+    lost: set[int] = set()
     for row in range(rows):
         have = [member for member in sorted(union) if union[member] >> row & 1]
         if len(have) == len(union):
@@ -156,16 +171,11 @@ def rows_left(
         if have and kind in ("allgather", "broadcast"):
             who = next(who for who, bits in held[have[0]].items() if bits >> row & 1)
             tasks.append(Task(row, have[0], who))
-        else:
-            tasks.append(Task(row, REDUCE, ()))
-            anew = True
-    sources: Sequence[int] = ()
-    if kind in ("allgather", "alltoall") and piece:
-        sources = roster
-    elif kind == "broadcast" and piece and root is not None:
-        sources = (roster[root],)
-    lost = tuple(member for member in sources if member not in union) if anew else ()
-    return (Task(0, NOBODY, ()),) if lost else tuple(tasks), lost
+            continue
+        tasks.append(Task(row, REDUCE, ()))
+        without = [rank for rank, member in enumerate(roster) if member in union and member not in have]
+        lost.update(rank for rank in gone if any(given(rank, taker) > row * part for taker in without))
+    return ((Task(0, NOBODY, ()),) if lost else tuple(tasks)), tuple(roster[rank] for rank in sorted(lost))
 
 
 # -- numbers that kernels compare ----------------------------------------------------------------------------------

@@ -352,7 +352,7 @@ class CudaDevice:
             if launch.chunks > len(self._table.words):
                 with self._on():
                     self._table = Pinned(launch.chunks * _UNIT)
-            short = small(launch.array.nbytes)
+            short = small(max(launch.array.nbytes, 0 if second is None else second.nbytes))
             kernel = _LOADED.get((self._index, launch.variant, short)) or self._load(launch.variant, short, scalars)
             launch.array.record_stream(stream)
             if launch.source is not None:

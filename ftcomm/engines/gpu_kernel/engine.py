@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ftcomm.arrays import Staged
-from ftcomm.arrays.flat import Flat
+from ftcomm.arrays.flat import NONE, Flat
 from ftcomm.engines.base import CollectiveCall, Events, Finish
-from ftcomm.engines.gpu_kernel.collective import CALLS, CollectiveOperation
+from ftcomm.engines.gpu_kernel.collective import CollectiveOperation
 from ftcomm.engines.gpu_kernel.device import Device
 from ftcomm.engines.gpu_kernel.exchange import DeviceExchange
 from ftcomm.engines.gpu_kernel.gather import allgather
@@ -72,17 +72,8 @@ class KernelEngine:
         self.device.leave(peer)
 
     def may_move(self, call: str) -> None:
-        if call not in CALLS:
-            raise self._not_there(call)
         if self.device.capturing():
             raise ArgumentError(f"{call} cannot be captured into a graph, only allreduce can; call it outside")
-
-    def _not_there(self, call: str) -> ArgumentError:
-        name = self.device.layout.engine
-        return ArgumentError(
-            f"{call} is not there with FTCOMM_ENGINE={name}, whose kernels do allreduce, {', '.join(CALLS)}; set "
-            f"FTCOMM_ENGINE=host or {name.replace('kernel', 'reduce')} on all ranks"
-        )
 
     def to_write(self, x: Any) -> Flat:
         return self.device.stage_bytes(x, writes=True)
@@ -98,19 +89,23 @@ class KernelEngine:
     ) -> CollectiveOperation:
         device, chunk, most = self.device, self.device.layout.chunk, self._settings.max_sms
         if len({number for row in call.counts for number in row}) > 1:
-            raise self._not_there("alltoall of parts that are not equal")
-        if call.kind == "barrier":
-            array = source = self.to_write(array).flat
-        elif array is not source and self._overlap(array, source) and not self._in_place(call, array, source):
+            name = device.layout.engine
+            raise ArgumentError(
+                f"alltoall of parts that are not equal is not there with FTCOMM_ENGINE={name}; set "
+                f"FTCOMM_ENGINE=host or {name.replace('kernel', 'reduce')} on all ranks"
+            )
+        array, source = (self.to_read(x).flat if x is NONE.flat else x for x in (array, source))
+        if array is not source and self._overlap(array, source) and not self._in_place(call, array, source):
             source = device.duplicate(source)
         addresses = device.address(array), device.address(source)
         return CollectiveOperation(call, array, source, dtype, count, size, chunk, addresses, most)
 
     def _in_place(self, call: CollectiveCall, array: Any, source: Any) -> bool:
         """Whether the smaller of both is this rank's part of the other, where it may be."""
-        part, whole = (source, array) if call.kind == "allgather" else (array, source)
+        gathers = call.kind in ("allgather", "gather")
+        part, whole = (source, array) if gathers else (array, source)
         at = self.device.address(whole) + call.rank * part.nbytes
-        return call.kind in ("allgather", "reduce_scatter") and self.device.address(part) == at
+        return (gathers or call.kind in ("reduce_scatter", "scatter")) and self.device.address(part) == at
 
     def _overlap(self, a: Any, b: Any) -> bool:
         at, to = self.device.address(a), self.device.address(b)
