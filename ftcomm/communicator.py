@@ -22,9 +22,11 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 from ftcomm.collective.core import nothing
 from ftcomm.collective.inflight import Resumed
+from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.placement import group_view
 from ftcomm.collective.plan import GroupView
 from ftcomm.control import handshake
@@ -42,6 +44,8 @@ from ftcomm.transport.connect import CONNECTIONS, accept, here_is
 from ftcomm.transport.connector import Connector
 from ftcomm.transport.router import ConnectionRouter, Incoming, Receiver
 
+ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any])  # that the engine makes
+
 _PARTING = 2.0  # s for an op to notice the end of its group
 
 
@@ -56,14 +60,14 @@ class Terms:
     rack: str = ""
 
 
-class Communicator:
+class Communicator(Generic[ExchangeT]):
     """Member `me` of the group `name`. `events` and `on_died` hear what happens, see `Events` and `Connector`."""
 
     def __init__(
         self,
         name: str,
         me: int,
-        engine: GroupEngine,
+        engine: GroupEngine[ExchangeT],
         events: Events,
         p2p: ProgressEngine,
         terms: Terms,
@@ -168,3 +172,6 @@ class Communicator:
 def closed(group: object) -> FtcommError:
     """Makes the error of ops of a group that was closed."""
     return FtcommError(f"{group} was closed; make a new one before any op")
+
+
+JobCommunicator = Communicator[GroupExchange[Any]]  # of all, whichever exchange its engine makes

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from ftcomm.collective.placement import order
-from ftcomm.communicator import Communicator
+from ftcomm.communicator import JobCommunicator
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.engine import Unreachable
@@ -37,7 +37,7 @@ class LocalDataPlane:
     def __init__(
         self,
         rank: int,
-        communicator: Communicator,
+        communicator: JobCommunicator,
         p2p: JobProgressEngine,
         *,
         dial: Callable[[Address, handshake.Fields], Channel],

@@ -28,7 +28,7 @@ from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
 from ftcomm.data_plane import LocalDataPlane, expelled
-from ftcomm.engines.base import Events, GroupEngine
+from ftcomm.engines.base import Events, JobEngine
 from ftcomm.engines.registry import open_engine
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError
 from ftcomm.internals import Internals
@@ -100,7 +100,7 @@ class Group(Calls):
         self._entering = threading.Lock()  # guards the way into the first view; never held during a wait
         prepare(settings.transport, f"{self.replica}.{self.shard}")
         sock = open_port(settings.host)
-        self._engine: GroupEngine = open_engine(settings)
+        self._engine: JobEngine = open_engine(settings)
         self._p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, self._engine.slots)
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ftcomm.collective.checksum import Divergence
-from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms, closed
@@ -128,9 +127,7 @@ class SubgroupInternals:
             GroupKind.SUBGROUP,
         )
         self._segment = communicator.segment
-        exchange = communicator.exchange
-        assert isinstance(exchange, Exchange), "the ops of subgroups are driven by the host"
-        self.exchange = exchange
+        self.exchange = communicator.exchange
         self._membership = DerivedMembership(
             group.replica, replicas, communicator.here, settings.timeouts, in_step=bool(self._made)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.member import GroupExchange
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ftcomm.calls import Calls
 
 Finish = Callable[[], Any]  # see `ftcomm.arrays.Staged`
+ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any], covariant=True)
 
 
 class CollectiveCall(NamedTuple):
@@ -75,8 +76,9 @@ class Events(NamedTuple):
     on_divergence: Callable[[Divergence], None]
 
 
-class GroupEngine(CallEngine, Protocol):
-    """The engine of the group of a job. It has this rank's memory; `close` gives that back."""
+class GroupEngine(CallEngine, Protocol[ExchangeT]):
+    """The engine of a group. It has this rank's memory, and makes the exchange that drives the ops; `close` gives the
+    memory back."""
 
     segment: Segment
     transport: str  # by which peers are reached, as FTCOMM_TRANSPORT says it
@@ -86,7 +88,7 @@ class GroupEngine(CallEngine, Protocol):
     def arithmetic(self) -> str:
         """Names how this engine computes: members where it is equal reduce to the same bits. "" is equal to nothing."""
 
-    def exchange(self, events: Events, recorder: GroupRecorder) -> GroupExchange[Any]:
+    def exchange(self, events: Events, recorder: GroupRecorder) -> ExchangeT:
         """Makes the exchange that runs its ops, once, and lets `recorder` record them."""
 
     def warm(self) -> None:
@@ -100,3 +102,6 @@ class GroupEngine(CallEngine, Protocol):
 
     def close(self) -> None:
         """Close the engine; called after `fail` of the exchange. Blocks for two seconds at most."""
+
+
+JobEngine = GroupEngine[GroupExchange[Any]]  # of the group of a job, whichever drives it

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ftcomm.engines.base import GroupEngine
+from ftcomm.engines.base import JobEngine
 from ftcomm.engines.host import HostEngine
 from ftcomm.settings import Settings
 from ftcomm.transport.segment import Segment
@@ -20,13 +20,13 @@ from ftcomm.transport.segment import Segment
 AUTO = "host"  # no GPU has run the kernels yet
 
 
-def open_engine(settings: Settings) -> GroupEngine:
+def open_engine(settings: Settings) -> JobEngine:
     """Raises `SettingsError` or `InitError` if the engine cannot be had here, `TransportError` without memory."""
     settings.check_engine()
     return ENGINES[AUTO if settings.engine == "auto" else settings.engine](settings)
 
 
-def _gpu_reduce(settings: Settings) -> GroupEngine:
+def _gpu_reduce(settings: Settings) -> JobEngine:
     from ftcomm.engines.gpu.probe import require_cuda
 
     require_cuda()
@@ -36,7 +36,7 @@ def _gpu_reduce(settings: Settings) -> GroupEngine:
     return reduce_engine(settings, CudaReduceDevice(settings.max_sms))
 
 
-def _interpreter_reduce(settings: Settings) -> GroupEngine:
+def _interpreter_reduce(settings: Settings) -> JobEngine:
     from ftcomm.engines.gpu_reduce.interpreted import InterpretedReduceDevice  # first: Triton is to interpret
 
     # isort: split
@@ -45,7 +45,7 @@ def _interpreter_reduce(settings: Settings) -> GroupEngine:
     return reduce_engine(settings, InterpretedReduceDevice(settings.max_sms))
 
 
-def _gpu_kernel(settings: Settings) -> GroupEngine:
+def _gpu_kernel(settings: Settings) -> JobEngine:
     from ftcomm.engines.gpu.probe import require_cuda
 
     require_cuda()
@@ -57,7 +57,7 @@ def _gpu_kernel(settings: Settings) -> GroupEngine:
     return KernelEngine(settings, segment, CudaDevice(segment, staging=settings.staging))
 
 
-def _interpreter_kernel(settings: Settings) -> GroupEngine:
+def _interpreter_kernel(settings: Settings) -> JobEngine:
     from ftcomm.engines.gpu_kernel.interpreted import InterpretDevice  # first: Triton is to interpret
 
     # isort: split
@@ -68,7 +68,7 @@ def _interpreter_kernel(settings: Settings) -> GroupEngine:
     return KernelEngine(settings, segment, InterpretDevice(segment))
 
 
-ENGINES: dict[str, Callable[[Settings], GroupEngine]] = {
+ENGINES: dict[str, Callable[[Settings], JobEngine]] = {
     "host": HostEngine.of_job,
     "gpu-reduce": _gpu_reduce,
     "gpu-kernel": _gpu_kernel,

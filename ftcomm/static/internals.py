@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ftcomm.collective.checksum import Divergence
-from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import fork, handshake
@@ -106,9 +105,7 @@ class StaticGroupInternals:
             GroupKind.STATIC,
             on_died=lambda rank, epoch: self._lost(rank, "its process died"),
         )
-        exchange = communicator.exchange
-        assert isinstance(exchange, Exchange), "the ops of static groups are driven by the host"
-        self._segment, self.exchange = communicator.segment, exchange
+        self._segment, self.exchange = communicator.segment, communicator.exchange
         members = hashlib.blake2b("\n".join(info.name for info in infos).encode(), digest_size=16).hexdigest()
         # The lock guards the next three.
         self._membership = StaticMembership(
