@@ -50,8 +50,8 @@ class Links(msgspec.Struct, frozen=True):
 
 
 def hosts(members: Mapping[int, Any]) -> list[Host]:
-    """Returns the hosts of a group by address, from the address of each member (`ftcomm.control.views.Address`). Fewer
-    than there are if two have the same one: then nobody could tell them apart."""
+    """Returns the hosts of a group by address, from the address of each member (`ftcomm.control.views.Address`). Two
+    hosts with the same address cannot be told apart, and count as one."""
     by_boot: dict[str, Host] = {}
     for member, there in sorted(members.items()):
         by_boot.setdefault(there.boot, Host(there.host, there.rack, member))

@@ -212,8 +212,8 @@ class EtcdStore(Store):
         return [f"{self._prefix}/view/{parity}" for parity in (0, 1)]
 
     async def _read(self, found: dict[str, etcd.Entry]) -> None:
-        """Read the views that were found, with their tables. Nobody else may write these meanwhile, since we are the
-        owner. Raises `StoreError`: a view is not whole."""
+        """Read the views that were found, with their tables, which only the owner, this coordinator, may write. Raises
+        `StoreError` if a view is not whole."""
         self._written = [found[key].mod_revision if key in found else 0 for key in self._view_keys]
         try:
             self._stored = {key: stored_views.decoded(found[key].value) for key in self._view_keys if key in found}

@@ -58,7 +58,7 @@ def unanswered(sock: Socket) -> float | None:
 
 def state(pid: int) -> str:
     """Returns the letter that ps(1) shows for a process of this host: "T" if it is stopped, "t" if a debugger has
-    stopped it. Empty if there is no such process."""
+    stopped it; empty without such a process."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     return ""

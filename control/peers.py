@@ -120,7 +120,7 @@ class Peers:
         self.watch_again()
 
     def watch_again(self) -> None:
-        """Watch those that could not be watched before, if there are any. To be called now and then."""
+        """Watch the processes that could not be watched before. To be called now and then."""
         for replica, member in self._local.items():
             if replica in self._watched or self._view is None or not self._view.has(replica, member.incarnation):
                 continue

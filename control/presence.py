@@ -12,7 +12,7 @@ from ftcomm.control.suspects import Suspects
 
 
 class Presence:
-    """Keeps track of which members the coordinator hears, and dials those that it does not."""
+    """Keeps track of which members the coordinator hears, and dials the others."""
 
     def __init__(self, known: KnownJob, joiner_messages: JoinerMessages, suspects: Suspects) -> None:
         self._known, self._joiner_messages, self._suspects = known, joiner_messages, suspects

@@ -1,5 +1,5 @@
-"""Removes members of which it is not proved that they have ended: those that are silent, divided or refused, and those
-that others wait for. Pure."""
+"""Removes members that are not proved to have ended: silent, divided and refused ones, and those that hold others up.
+Pure."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Whether received bytes are there to be taken: a wait for the socket may then be in vain."""
+        """Whether received bytes are there to be taken. A wait for the socket would then miss them."""
         return bool(self._rest)
 
     @property

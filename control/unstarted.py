@@ -93,7 +93,7 @@ class UnstartedRanks:
         return self._reports.pop(replica, None) is not None
 
     def why(self, asker: NamedRank, begun: float, forming: bool) -> str:
-        """Returns why a process that has run since `begun`, and is in no view, waits in vain; empty if it may hope.
+        """Returns why a process that has run since `begun`, and is in no view, can never be in one; empty if it can.
         `forming`: there is no view yet."""
         for report in self._reports.values():
             other = forming and report.lasting and report.rank.replica != asker.replica

@@ -176,7 +176,8 @@ class Absences:
         return any(one.replica == replica and turn + LEAD < one.begin <= step for one in self._all)
 
     def weight(self, step: int, replicas: int) -> float:
-        """Weighs the loss, if nobody is killed, so that the average over all is that over who is not absent."""
+        """Weighs the loss, in a run without kills, so that the average over all is the average over those that are not
+        absent."""
         absent = {one.replica for one in self._all if one.begin <= step < one.end}
         return 0.0 if self._records.replica in absent else replicas / (replicas - len(absent))
 

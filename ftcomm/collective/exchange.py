@@ -127,9 +127,10 @@ class Exchange(GroupExchange[Operation]):
         self.driver.freeze(quiesced)
 
     def wake(self) -> None:
-        """Wake the driver. While there is none, take in what has come: an op that has returned here may not return
-        elsewhere before the last that is said of it has left, and for that there may be no room. That can only be in a
-        ring, where what another member says comes by two ways: else this member has not returned the op either."""
+        """Wake the driver; while no thread drives, take in what has come. An op that has returned here may not return
+        on another member before the last frame about it has left this one, for which there may have been no room. That
+        happens in a ring only, where frames come by two ways: elsewhere this member would not have returned the op
+        either."""
         self._waiter.wake()
         with self._mutex:
             peers = list(self.member.peers.values()) if self.driver.idle else []

@@ -28,8 +28,8 @@ class Resumed(NamedTuple):
 
 
 class Inflight(Generic[Op]):
-    """The ops in flight. Threads may `add` (one at a time) and `wait_all` while a driver returns ops; all else needs a
-    pause of it."""
+    """The ops in flight. Threads may `add` (one at a time) and `wait_all` while a driver returns ops; while it runs,
+    they may call nothing else."""
 
     def __init__(self) -> None:
         self.ops: deque[Op] = deque()

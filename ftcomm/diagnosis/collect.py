@@ -109,9 +109,9 @@ def recordings(folder: Path, pids: Mapping[Rank, int], newest: int | None = None
 
 
 def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody: bool = False) -> JobFacts:
-    """Returns the facts of a job. With `everybody` the stacks of all ranks are taken, not only of those that are waited
-    for. Who has suspected another one waited for it then, though it was removed before anybody could look. Blocks for
-    `BETWEEN`, and for some seconds if ranks do not answer. Any thread."""
+    """Returns the facts of a job. With `everybody` the stacks of all ranks are taken, not only of those that others
+    wait for. A rank that has suspected another one counts as having waited for it, even if that was removed before this
+    looked. Blocks for `BETWEEN`, and for some seconds if ranks do not answer. Any thread."""
     pids = {(r.replica, rank): pid for r in place.replicas for rank, pid in r.pids.items()}
     before, connected = _sides(place, pids), time.monotonic()  # first: who is removed soon has none any more
     first = recordings(place.folder, pids, FEW)
@@ -432,8 +432,8 @@ def _what(op: RecordedOp) -> str:
 
 
 def _awaited(ranks: Iterable[RankFacts], forming: bool) -> list[Rank]:
-    """Returns the ranks that are waited for, those that most wait for first; while the job forms, those that are not
-    there."""
+    """Returns the ranks that others wait for, the most awaited first; while the job forms, the ranks that have not
+    come."""
     weight: dict[Rank, float] = {}
     for rank in ranks:
         if forming and not rank.began:

@@ -129,8 +129,8 @@ def _of_waits(facts: JobFacts, edges: Sequence[_Edge]) -> StallVerdict:
 
 
 def _before(facts: JobFacts, now: JobFacts) -> StallVerdict | None:
-    """Judges by what was waited for when somebody still waited for who is removed by now: a network that was cut, or a
-    stall that the waiting rank has left behind by a view."""
+    """Judges by earlier waits, for a rank that is removed by now: a network that was cut, or a stall that the waiting
+    rank has left behind by a view."""
     edges = _edges(facts.ranks)
     if not edges:
         return None
@@ -154,9 +154,9 @@ def _gone_on(calls: Unlike, edges: Sequence[_Edge]) -> bool:
 
 
 def _edges(ranks: Iterable[RankFacts]) -> list[_Edge]:
-    """Returns the waits of phases, and of the first op in flight of each group; the ops behind it wait for it. Who has
-    gone on in a later view of the group is not waited for: that is what a rank does that was removed and has not heard
-    of it."""
+    """Returns the waits of phases, and of the first op in flight of each group; the ops behind it wait for it. A wait
+    for a rank that has gone on in a later view of the group does not count: the waiting rank was removed, and has not
+    heard of it."""
     ranks = tuple(ranks)
     newest, found = _newest(ranks), []
     for rank in ranks:
@@ -237,7 +237,7 @@ class _Judged:
         return self._verdict(cause, [culprit], f"{ranks_named([culprit])} {said}", waits, (line,) if line else ())
 
     def silent(self, ranks: Sequence[Rank]) -> StallVerdict:
-        """Judges ranks that wait for nobody, of which any could send what another one waits for."""
+        """Judges ranks that do not wait themselves, of which any could send what another one waits for."""
         causes, said, lines = list[StallCause](), list[str](), list[str]()
         for rank in ranks:
             verdict = self.stands(rank)
@@ -261,7 +261,7 @@ class _Judged:
         return self._verdict(cause, [edge.by for edge in circle], who, circle, lines)
 
     def cut(self) -> StallVerdict | None:
-        """Judges ranks of which one waits for another that it does not reach; None if there are none."""
+        """Judges pairs of ranks of which one waits for the other and cannot reach it; None without such a pair."""
         pairs = {frozenset((edge.by, edge.on)) for edge in self._edges}
         lost = [link for link in self._facts.links if _is_cut(link)]
         cut = [link for link in lost if frozenset((link.sender, link.receiver)) in pairs]

@@ -46,7 +46,7 @@ class CallEngine(Protocol):
         Raises `ArgumentError`."""
 
     def may_move(self, call: str) -> None:
-        """Raises `ArgumentError`, with what to type, if there is no such call here; all-reduces are always there."""
+        """Raises `ArgumentError`, with what to type, if this engine does not have the call; all have the all-reduce."""
 
     def to_write(self, x: Any) -> Flat:
         """The bytes of `x`, where this engine works on them: `ftcomm.arrays.flat.to_write`. Raises `ArgumentError`."""

@@ -440,7 +440,7 @@ def through_gates(prepared: Any, skipped: Callable[[], None] = lambda: None) -> 
 
 
 def be_alone(cpu: bool = False) -> None:
-    """Let accelerate take the world of torch, which there is, for no distributed one; else it would wrap models."""
+    """Let accelerate take the world of torch for one that is not distributed; otherwise it would wrap models."""
     PartialState(cpu=cpu)
     PartialState._shared_state["distributed_type"] = DistributedType.NO
 

@@ -130,8 +130,8 @@ class StepExchange:
         return {name: means.get(name, value) for name, value in metrics.items()}
 
     def told(self, fields: Mapping[str, Any], *, of_old: bool) -> dict[str, Any]:
-        """Returns the plain `fields` of the lowest replica that contributes; `of_old`: of those that contributed before
-        this step. A loss meanwhile is survived while another is left."""
+        """Returns the plain `fields` of the lowest replica that contributes; with `of_old` of those that contributed
+        before this step. If it is lost meanwhile, the next one's count."""
         group = self.group
         text = json.dumps(fields, default=float).encode()
         # Each says whether it is able: a replica in its first step does not know for which others this is the first.

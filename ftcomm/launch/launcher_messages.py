@@ -21,8 +21,8 @@ LAUNCHER = "launcher"  # the purpose of their connections
 
 
 class BeginJob(Message, frozen=True):
-    """All hosts are there, or were: start the replicas. `store`: torch's, host:port. `job`: its name, which host 0 has
-    made if nobody gave one."""
+    """Tells that all hosts have come: start the replicas. `store`: torch's, host:port. `job`: its name, which host 0
+    has made if none was given."""
 
     store: t.Name
     job: t.Name

@@ -34,7 +34,7 @@ class Timers:
 
 
 class RemovedReplicas:
-    """Ends those that were removed, and those that were lost and whose process lives. On one event loop."""
+    """Ends the replicas that were removed, and those that were lost though their process lives. On one event loop."""
 
     def __init__(self, job: JobState, timers: Timers, report: Reporter) -> None:
         self._job, self._timers, self._report = job, timers, report

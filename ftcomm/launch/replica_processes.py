@@ -130,8 +130,8 @@ class ReplicaProcesses:
         self.state = state
 
     def comes(self) -> None:
-        """Note that a process of it has come to the coordinator. That may be known here before the launcher that has
-        started the process tells of it."""
+        """Note that a process of this replica has come to the coordinator, maybe before the launcher that started it
+        has told so."""
         if self.came and not self.here:
             self.begin_life(self.starts)
             self.ahead = True

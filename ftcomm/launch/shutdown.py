@@ -79,7 +79,7 @@ class Shutdown:
             self.check()
 
     def lose(self, reason: str, grace: float = 0.0) -> None:
-        """End all replicas, after `grace` seconds in which those that are told of it may end by themselves."""
+        """End all replicas, after `grace` seconds in which those that hear of it may end by themselves."""
         if self._job.lost:
             return
         self._job.lost = True

@@ -257,8 +257,8 @@ class StaticMembership:
     # -- what this member does ---------------------------------------------------------------------------------------
 
     def replicas_of(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Returns the replicas of these ranks, in a job; else none. It may be this one: then another rank of it has to
-        move, and says for whom it waits."""
+        """Returns the replicas of these ranks in a job, and none without a job. This replica may be among them: then
+        another rank of it has to move, and says for whom it waits."""
         return tuple(sorted({self._replicas[rank] for rank in ranks})) if self._replicas else ()
 
     def names(self, ranks: Collection[int]) -> str:

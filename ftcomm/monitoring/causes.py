@@ -86,7 +86,7 @@ def gpu_error(text: str) -> tuple[str, str] | None:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """Returns the last line that names an exception, else the last that is not empty, else ""."""
+    """Returns the last line that names an exception; without one, the last line that is not empty, or ""."""
     said = [line.strip() for line in lines if line.strip()]
     return next((line for line in reversed(said) if _ERROR.match(line)), said[-1] if said else "")[:_DETAIL]
 

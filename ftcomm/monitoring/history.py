@@ -89,7 +89,7 @@ class HistoryFile:
             raise SettingsError(f"cannot use {path}: {error.strerror}; name another: {VARIABLE}=FILE") from None
 
     def _prepare(self, write: bool) -> None:
-        """Make the tables, if there are none of anybody. Somebody else's file stays as it is."""
+        """Make the tables in a new file. A file with other tables is refused and stays as it is."""
         if write and self._version() == 0:
             self._db.execute("BEGIN IMMEDIATE")  # another launcher may be at it
             if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):

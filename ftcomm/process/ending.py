@@ -40,8 +40,8 @@ _outermost: FrameType | None = None  # of the main thread: the script
 
 
 def watch() -> None:
-    """Let `failure` know, from now on, the status of `sys.exit`, `exit`, `quit` and `raise SystemExit`, of which Python
-    tells nobody else, and a script that ends by a `TooLateError` says so in one line. Idempotent."""
+    """Let `failure` know, from now on, the status of `sys.exit`, `exit`, `quit` and `raise SystemExit`, which Python
+    does not tell otherwise. A script that ends by a `TooLateError` says so in one line. Idempotent."""
     global _outermost
     if hasattr(sys.exit, "of_ftcomm"):
         return

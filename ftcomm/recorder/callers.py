@@ -1,4 +1,4 @@
-"""The line of the script from which an op is called, for what a dictionary costs.
+"""Finds the line of the script from which an op is called, at the price of a dictionary.
 
 A place in a program is a code object and an instruction of it. The first call from a place finds its line, and whether
 it belongs to the script: if not, the frame behind it is looked at.
@@ -21,8 +21,8 @@ _SCRIPTS = ("ftcomm.bench", "ftcomm.demo", "ftcomm.lab", "ftcomm.integrations") 
 
 
 def find(frame: FrameType | None, number_of: Callable[[str], int]) -> int:
-    """Returns the number of the text of the place where `frame`, or the first behind it that belongs to a script, is
-    now; 0 if there is none. `number_of` gives a text its number."""
+    """Returns the number of the text for the line at which `frame` is now, or the first frame behind it that belongs to
+    a script; 0 without one. `number_of` gives a text its number."""
     while frame is not None:
         key = id(frame.f_code) ^ frame.f_lasti << LASTI
         number = places.get(key)

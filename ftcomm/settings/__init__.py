@@ -129,7 +129,8 @@ class Settings:
             split_endpoint(self.leader, "FTCOMM_LEADER")
 
     def check_engine(self) -> None:
-        """Raise `SettingsError`, with what to type, if there is no such engine, or not with the other settings."""
+        """Raise `SettingsError`, with what to type, if the engine does not exist, or does not go with the other
+        settings."""
         name = self.engine
         if name in _ENGINES_BEFORE:
             kind = _ENGINES_BEFORE[name]

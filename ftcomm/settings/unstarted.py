@@ -1,4 +1,4 @@
-"""A process that cannot start tells its job why, so that nobody waits in vain (`ftcomm.control.unstarted`)."""
+"""A process that cannot start tells its job why, so that no other one waits for it (`ftcomm.control.unstarted`)."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Way(enum.Enum):
 
 
 class PacedCore(ExchangeCore):
-    """Does so many steps in a row; then somebody else has the processor."""
+    """Does so many steps in a row; then another process gets the processor."""
 
     left = 0
     moved = False  # whether anything was done, since that was set to False

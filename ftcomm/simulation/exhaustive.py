@@ -124,8 +124,8 @@ class ExhaustiveCheck:
         reduced: bool = True,
         forming: bool = False,
     ) -> None:
-        """`resets`: of connections, beside the `faults`. `forming`: begins when the first view is decided and nobody
-        has heard of it; else when all run in it."""
+        """Resets of connections (`resets`) come beside the `faults`. With `forming` it begins when the first view is
+        decided and no member has heard of it; otherwise when all run in it."""
         self.group, self._reduced = group, reduced
         eager = set()
         if reduced:

@@ -193,9 +193,9 @@ class SimulatedJob:
     # -- replicas ----------------------------------------------------------------------------------------------------
 
     def holders(self, at_work: bool = False) -> list[str]:
-        """Lives that hold the state of the training: members of the newest view, or of the one that it changes as long
-        as nobody runs in it. `at_work`: of the newest alone, as who leaves need not be waited for, those whose scripts
-        have not come to their ends."""
+        """Returns the lives that hold the state of the training: members of the newest view, and of the one before as
+        long as no member runs in the newest. `at_work`: only those of the newest whose scripts have not come to their
+        ends, since a member that leaves need not be waited for."""
         newest = self.stored[-1:]
         if newest and newest[0].proposal and not self.promises.entered(newest[0]) and not at_work:
             newest = self.stored[-2:]
@@ -276,7 +276,7 @@ class SimulatedJob:
         self._look()
 
     def lose_host(self, replica: Replica, index: int) -> None:
-        """The host of one of its ranks loses power. Nobody there can tell a launcher, so the others live on."""
+        """Take the power from the host of one of its ranks. No launcher hears of that, so its other ranks live on."""
         self._end_rank(replica, replica.ranks[index], power=True)
 
     def _end_rank(self, replica: Replica, rank: Rank, *, power: bool = False, child: float = 0.0) -> None:

@@ -45,7 +45,7 @@ class NoConnection(enum.Enum):
 
 class TinySocket:
     """One end of a connection, as a socket that never blocks. `on_room` is called when there is room again, `on_news`
-    when there is something to receive, be it the end."""
+    when there is something to receive, the end included."""
 
     def __init__(self, connection: SimulatedConnection, end: int) -> None:
         self._connection, self._end = connection, end

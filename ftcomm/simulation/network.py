@@ -423,8 +423,8 @@ class SimulatedNetwork:
 
 
 class SimulatedLink:
-    """An outgoing connection that is made again whenever it breaks, as `ftcomm.control.links.Link` does. `on_down` is
-    told why there is none, and whether there was one that has ended."""
+    """An outgoing connection that is made again whenever it breaks, as by `ftcomm.control.links.Link`. `on_down` is
+    told why there is no connection, and whether one has ended."""
 
     FIRST_PAUSE, LAST_PAUSE = 0.02, 0.5
 

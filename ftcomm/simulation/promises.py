@@ -156,8 +156,8 @@ class Promises:
             raise BrokenPromise(f"{life} stands still, and is still in view {self.last.epoch}: {self.last.why}")
 
     def is_awaited_no_more(self, gone: Rank, others: list[Rank]) -> None:
-        """Check that nobody waits for a leader that has left and ended some time ago, whoever has heard its last
-        word."""
+        """Check that no member waits for a leader that has left and ended some time ago, whichever of them have heard
+        its last message."""
         for rank in others:
             leader = None if rank.leader is None else rank.leader.leader
             if not rank.alive or leader is None or gone.replica not in leader.waiting():
@@ -327,8 +327,8 @@ class Promises:
             )
 
     def ends_static(self, group: SimulatedStaticGroup, last: LastMessage) -> None:
-        """Note that a member ends, and says why. Nobody is lost who lives, and what a member has returned before it has
-        left returns at those who hear of it, unless somebody else is lost."""
+        """Note that a member ends, and says why. A member that lives is not lost. What a member has returned before it
+        left returns on all members that hear of it, unless another one is lost."""
         rank = group.rank
         if isinstance(last, Left):
             self._left[group.name, rank.index, group.me] = last

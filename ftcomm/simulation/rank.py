@@ -180,7 +180,7 @@ class Rank(Process):
             group.break_data(replica, ends)
 
     def attack_data(self, replica: int, how: Attack) -> bool:
-        """Let somebody on the path do so by which this one reads `replica`. False if there is no connection."""
+        """Let the attacker do so on the path by which this rank reads `replica`. False if there is no connection."""
         peer = self.exchange.exchange.member.peers.get(replica)
         if not isinstance(peer, Mirror) or peer.ended:
             return False

@@ -284,8 +284,8 @@ class StaticGroupInternals:
         log.warning("%s: %s", self, divergence)
 
     def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
-        """Tells for which replicas an op waits, in a job. It may be this one: then another rank of it has to move, and
-        says for whom it waits."""
+        """Tells for which replicas an op waits, in a job. This replica may be among them: then another rank of it has
+        to move, and says for whom it waits."""
         stall = self.exchange.waiting(seconds)
         replicas = () if stall is None else self._membership.replicas_of(stall.waiting_on)
         return (stall.op, replicas) if stall is not None and replicas else None

@@ -147,7 +147,8 @@ class Packer:
         self._store(values, out)
 
     def reduce_decoded(self, sources: Sequence[Packed], op: str, dtype: str, out: Array) -> None:
-        """`reduce` and `decode`: what whoever got the reduced blocks from somebody else has."""
+        """Does what `reduce` and then `decode` do: a member that gets the reduced blocks from another one has the same
+        values."""
         rows = len(sources[0])
         self._scratch(rows)
         between = self._between[:rows]

@@ -152,7 +152,7 @@ def rows_left(
     kind: str, roster: Sequence[int], rows: int, part: int, given: Callable[[int, int], int],
     held: Mapping[int, Mapping[Contributors, int]],
 ) -> tuple[tuple[Task, ...], tuple[int, ...]]:  # fmt: skip
-    """Returns the rows that the members still need, and who is lost without whom they cannot get them.
+    """Returns the rows that the members still need, and the lost members without which they cannot get them.
 
     `part`: bytes of each piece in a row. `given`: bytes from one rank to another. `held`: for each member, bitmaps of
     the rows that it has. The kernel finds the same by itself of an op of which nobody has anything (`ranks_of`).
