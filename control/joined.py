@@ -12,7 +12,7 @@ Action = n.Action | ToCoordinator | ToRank
 
 
 class Joined:
-    """What is said between `rank` and `leader`, as their driver calls one or the other. Not thread-safe."""
+    """Carries what `rank` and `leader` say to each other, as their driver calls one or the other. Not thread-safe."""
 
     def __init__(self, rank: n.RankNode, leader: LeaderNode) -> None:
         self.rank, self.leader = rank, leader

@@ -61,7 +61,7 @@ MANY = 256  # proposals of one view that a leader remembers; far more than there
 
 @dataclasses.dataclass
 class _Change:
-    """What this replica knows of one proposal."""
+    """Keeps what this replica knows of one proposal."""
 
     number: int
     step: int

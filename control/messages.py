@@ -50,14 +50,14 @@ RESERVED = frozenset(
 
 
 class Stage(enum.Enum):
-    """How far a replica without a view has got."""
+    """The stage of a replica that has no view yet."""
 
     WAITING = "waiting"  # it waits for others, for FTCOMM_INIT_TIMEOUT at most
     JOINING = "joining"  # a running job takes it in at a step boundary, however late that is
 
 
 class Ending(enum.Enum):
-    """Why a replica is not, or no longer, part of a job."""
+    """The way in which a replica came not to be, or no longer to be, part of a job."""
 
     FAILED = "failed"  # something is wrong; the reason says what
     TOO_LATE = "too late"  # the job is over, so there is nothing to do
@@ -336,7 +336,7 @@ class Ping(Message, frozen=True):
 
 
 class Boundary(Message, frozen=True):
-    """What a leader knows of a proposal when it reaches the boundary: the committed view, without addresses, or
+    """Says what a leader knows of a proposal when it reaches the boundary: the committed view, without addresses, or
     None."""
 
     replica: t.Replica

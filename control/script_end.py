@@ -1,4 +1,4 @@
-"""How a script has ended, as its own process says it, or as its launcher has seen it."""
+"""The end of a script, as its own process tells it, or as its launcher has seen it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Subgroup(Calls):
 
     @property
     def error(self) -> BaseException | None:
-        """Why no op can succeed any more; None while all is well."""
+        """Tells why no op can succeed any more; None while all is well."""
         return self.internals.error
 
     @property

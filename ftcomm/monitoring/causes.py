@@ -28,7 +28,7 @@ class Kind(enum.Enum):
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """What is known of the end of a replica's life. Empty fields are not known.
+    """The known facts of the end of a replica's life. Empty fields are not known.
 
     `code` is an exit code, `signal` the name of the signal that killed it. `script` is how a script of it has ended, as
     its rank or another launcher has said, `reason` what the coordinator says, `removal` its kind of removal

@@ -118,7 +118,7 @@ def over() -> bool:
 
 
 def failure() -> ScriptEnd | None:
-    """How the script, which is ending now, has ended; None if it has ended well, as far as this can be known."""
+    """Returns how the script, which is ending now, has ended; None if well, as far as this can be known."""
     error = getattr(sys, "last_value", None)
     if error is not None:
         return ScriptEnd.by(type(error))

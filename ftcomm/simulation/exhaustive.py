@@ -70,7 +70,7 @@ _MASK = (1 << _BITS) - 1
 
 
 class Control(NamedTuple):
-    """What of a state is not in the members."""
+    """The part of a state that is not in the members."""
 
     coordinator: int
     newest: tuple[int, ...]  # members of the newest view
@@ -89,7 +89,7 @@ Happening = tuple[int, StepKind, str, State]  # the actor (-1: the coordinator),
 
 @dataclasses.dataclass
 class CheckReport:
-    """How far a check has come. `broken` is "" or says what does not hold, with the `history` that leads to it."""
+    """Says how far a check has come. `broken` is "" or says what does not hold, with the `history` that leads to it."""
 
     states: int = 0
     steps: int = 0
@@ -309,7 +309,7 @@ class ExhaustiveCheck:
         return step
 
     def _settle(self, pairs: list[int], i: int) -> None:
-        """What happens by itself, at `i` first, until nothing does."""
+        """Does what happens by itself, at `i` first, until nothing more does."""
         members = self.members
         memory, dead = members.memory, members.dead
         quiet = 0  # members in a row for whom there was nothing to do

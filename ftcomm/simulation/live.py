@@ -122,7 +122,7 @@ Resumption = Callable[[Inflight[Operation], GroupView], None]  # may spoil what 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedGroup:
-    """What is the same in all states: who calls what."""
+    """The part that is the same in all states: who calls what."""
 
     members: int = 3
     ops: int = 2
@@ -476,7 +476,7 @@ class Live:
 
 
 def _save_slot(slot: Slot) -> Hashable:
-    """What `Pipeline.bind` does not make again of the op and the task."""
+    """Returns what `Pipeline.bind` does not make again of the op and the task."""
     known = ((name, getattr(slot, name)) for name in Slot.__slots__)
     return tuple((name, freeze(value)) for name, value in known if is_plain(value))
 

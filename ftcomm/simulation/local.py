@@ -1,4 +1,4 @@
-"""What one member can do, computed once for each of its states and of what it sees, by running the product.
+"""Finds what one member can do, computed once for each of its states and of what it sees, by running the product.
 
 A member reads nothing but its own state, the memories of the others, and messages. So its steps are a function of
 these, and the same answer holds in all the states of the group that have them in common: a hundred thousand calls of
@@ -34,7 +34,7 @@ Pairs = tuple[Pair, ...]
 
 
 class StepKind(enum.Enum):
-    """What a member, or the coordinator, is about to do."""
+    """The kind of step that a member, or the coordinator, is about to do."""
 
     CALLS = "calls its next op"
     GOES_ON = "goes on with its tasks"
@@ -48,7 +48,7 @@ class StepKind(enum.Enum):
 
 
 class Transition(NamedTuple):
-    """What a member may do next, and what comes of it."""
+    """A step that a member may do next, and what comes of it."""
 
     pair: Pair
     kind: StepKind
@@ -131,7 +131,7 @@ class Members:
         return known
 
     def settle(self, i: int, pair: Pair, memories: Pairs) -> Pair:
-        """What happens by itself, until nothing does."""
+        """Does what happens by itself, until nothing more does."""
         key = (pair, *[memories[j] for j in self._reads[pair]])
         known = self._settled.get(key)
         if known is None:
@@ -294,6 +294,6 @@ class Coordination:
 
 
 def opening(live: Live) -> list[m.Message]:
-    """What a member says to the coordinator first."""
+    """Returns what a member says to the coordinator first."""
     live.joined.start()
     return [action.message for action in live.joined.leader.opened() if isinstance(action, ToCoordinator)]

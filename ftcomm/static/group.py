@@ -144,7 +144,7 @@ class StaticGroup(Calls):
 
     @property
     def error(self) -> BaseException | None:
-        """Why no op can succeed any more; None while all is well."""
+        """Tells why no op can succeed any more; None while all is well."""
         return self.internals.error
 
     def abort(self, reason: str = "") -> None:

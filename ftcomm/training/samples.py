@@ -198,7 +198,7 @@ class SampleSource:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a joiner was answered, and by whom."""
+    """The answer that a joiner got, and from whom."""
 
     source: int
     taken: _Taken

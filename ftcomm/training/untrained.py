@@ -1,4 +1,4 @@
-"""What no optimizer updates in the modules of the state: buffers, frozen parameters, and what get_extra_state returns.
+"""Knows what no optimizer updates in the modules of the state: buffers, frozen parameters, get_extra_state.
 
 The script changes these in its forward pass: statistics of BatchNorm, codebooks, a slow copy of the weights. That
 follows from the weights, which a joiner does not have yet, so it can be neither kept nor replayed. A joiner takes it,
@@ -25,7 +25,7 @@ Sums = dict[str, dict[str, tuple[int, int]]]  # by entry and name
 
 
 class UntrainedPart:
-    """What no optimizer updates in a module, or those of it that have certain `names`; an entry of a state."""
+    """The part of a module that no optimizer updates, or what of it has certain `names`; an entry of a state."""
 
     def __init__(self, module: nn.Module, trained: Collection[int], names: Collection[str] | None = None) -> None:
         """`trained` has the addresses of what is left out."""

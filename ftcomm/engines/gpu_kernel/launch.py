@@ -46,7 +46,7 @@ def _reduction(op: KernelOperation, view: GroupView) -> tuple[tl.dtype, int, int
 
 
 def task_words(op: KernelOperation, view: GroupView) -> tuple[int, ...]:
-    """What is left of `op`, as the kernel reads it."""
+    """Returns what is left of `op`, as the kernel reads it."""
     index = {replica: i for i, replica in enumerate(view.members)}
     if isinstance(op, CollectiveOperation):
         return tuple(
@@ -97,12 +97,12 @@ def lane_word(lane: int, word: int) -> int:
 
 
 def lanes_of(op: KernelOperation, layout: Layout) -> int:
-    """How many lanes have tasks of it."""
+    """Returns how many lanes have tasks of it."""
     return max(1, min(layout.lanes, len(op.tasks)))
 
 
 def counter(lanes: memoryview, lane: int, word: int, epoch: int) -> int:
-    """How far the word of a lane has come in `epoch`; 0 if it is of an earlier one, and -1 of a later one."""
+    """Returns how far the word of a lane has come in `epoch`; 0 if it is of an earlier one, and -1 of a later one."""
     value: int = lanes[lane_word(lane, word)]
     return value & (COUNTS - 1) if value >> COUNTER == epoch else -(value >> COUNTER > epoch)
 
