@@ -28,13 +28,19 @@ class LazyGroup(click.Group):
     LAZY: ClassVar[dict[str, tuple[str, str]]] = {
         "bench": ("ftcomm.bench.cli:bench", "Measure collectives and recoveries on this machine."),
         "chaos": ("ftcomm.lab.chaos.cli:chaos", "Hit a running job with faults, and tell what came of it."),
-        "dashboard": ("ftcomm.dashboard.commands:dashboard", "Serve a running job as a page that lives."),
+        "dashboard": (
+            "ftcomm.dashboard.commands:dashboard",
+            "Serve the live view of a running job: a page, and metrics.",
+        ),
         "check": ("ftcomm.simulation.check_cli:check", "Explore every interleaving of a small group and its faults."),
         "doctor": ("ftcomm.doctor.cli:doctor", "Check what ftcomm needs of this machine, and say what mends it."),
         "report": ("ftcomm.dashboard.report:report", "Tell what interrupted jobs, and what it cost."),
         "resize": ("ftcomm.launch.commands:resize", "Let fewer or more replicas train, without a stop."),
         "restart": ("ftcomm.launch.commands:restart", "Restart replicas one by one while the others train on."),
-        "simulate": ("ftcomm.simulation.simulate_cli:simulate", "Run the protocol in virtual time, all going wrong."),
+        "simulate": (
+            "ftcomm.simulation.simulate_cli:simulate",
+            "Run the protocol in virtual time, with all kinds of faults.",
+        ),
         "stragglers": ("ftcomm.launch.diagnosis_commands:stragglers", "Show who makes the others wait, and for what."),
         "status": ("ftcomm.launch.commands:status", "Show a running job: who is in it, and at which step."),
         "top": ("ftcomm.dashboard.top:top", "Watch a running job in the terminal."),
@@ -68,7 +74,12 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(
         (
             click.option(
-                "--ranks-per-replica", type=int, default=1, metavar="W", show_default=True, help="Processes of one."
+                "--ranks-per-replica",
+                type=int,
+                default=1,
+                metavar="W",
+                show_default=True,
+                help="Processes of one replica.",
             ),
             click.option(
                 "--heartbeat-timeout",

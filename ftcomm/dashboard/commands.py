@@ -32,7 +32,7 @@ ENDING = 2.0  # s in which readers are told of the end
 )
 @click.option("--otlp", metavar="URL", help="Also send the metrics there, as http://localhost:4318/v1/metrics.")
 def dashboard(job: str | None, host: str, port: int, otlp: str | None) -> None:
-    """Serve a running job as a page that lives, until the job ends or Ctrl-C.
+    """Serve the live view of a running job, until the job ends or Ctrl-C.
 
     The page shows every replica and rank, throughput, what happened, and what it cost; `?` on it lists the keys.
     /metrics is for Prometheus.

@@ -86,8 +86,8 @@ def torchrun_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "processes",
             metavar="N|auto|cpu|gpu",
             callback=lambda context, option, text: None if text is None else count(text),
-            help="As torchrun has it: processes on this host, in place of --replicas; of each --ranks-per-replica are "
-            "a replica. With auto and gpu as many as there are GPUs, with cpu, or auto without a GPU, cores.",
+            help="As torchrun has it: processes on this host, in place of --replicas. Each --ranks-per-replica of them "
+            "are a replica. auto, gpu: as many as GPUs; cpu, or auto without a GPU: as many as cores.",
         ),
         click.option(*spellings("--no-python"), is_flag=True, help="SCRIPT is a program, and run without Python."),
         click.option("--standalone", is_flag=True, expose_value=False, hidden=True),
@@ -102,7 +102,7 @@ def torchrun_options(command: Callable[..., Any]) -> Callable[..., Any]:
             *spellings("--node-rank"),
             type=int,
             metavar="K",
-            help="Which of them this host is, from 0.  [default: as srun or mpirun number the launchers, one a host]",
+            help="The number of this host among --nnodes, from 0.  [default: as srun or mpirun number the launchers]",
         ),
         click.option(
             *spellings("--rdzv-endpoint"),
