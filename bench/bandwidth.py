@@ -73,8 +73,8 @@ def measure(group: Any, told: Callable[[str], object] = lambda text: None, *, nb
 
 
 def _both_ways(group: Any, a: int, b: int, nbytes: int) -> float:
-    """Returns the us of the slower of the two. They have a group of their own: in that of all, nobody is further ahead
-    than the slowest link allows."""
+    """Returns the us of the slower of the two. They have a group of their own: in that of all, no member is
+    further ahead than the slowest link allows."""
     times = np.zeros(1 + TIMES)
     pair = group.subgroup(f"{__name__} {a} {b}", (a, b)) if group.replica in (a, b) else None
     if pair is not None:

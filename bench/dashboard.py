@@ -232,7 +232,7 @@ def _emulate(folder: Path, replicas: int, ranks: int, there: Connection) -> None
 
 
 class _Emulation:
-    """A job that nobody runs: its monitor is real, and so is its admin socket."""
+    """A job without replicas: its monitor is real, and so is its admin socket."""
 
     def __init__(self, folder: Path, replicas: int, ranks: int, there: Connection) -> None:
         self._folder, self._replicas, self._ranks, self._there = folder, replicas, ranks, there

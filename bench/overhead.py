@@ -6,7 +6,7 @@
     ftcomm      and the flight recorder: who called what, when and from where. The product
     verify      and FTCOMM_VERIFY=1: all compare their results
 
-What is taken out is taken out here, by subclasses that nobody else has: the product has no such switch. What sleeps
+What is taken out is taken out here, by subclasses that only this has: the product has no such switch. What sleeps
 until a process ends is there in all five. Of the recorder two empty calls an op are left below `ftcomm`.
 """
 
@@ -213,7 +213,7 @@ EXPERIMENT = Experiment(
 
 
 class Hasty(Pipeline):
-    """Returns an op without knowing that the others hold it: right while nobody is lost, wrong at the first loss."""
+    """Returns an op without knowing that the others hold it: right while no member is lost, wrong at the first loss."""
 
     def is_stable(self, op: Operation) -> bool:
         return 0 <= op.end <= self.taken

@@ -158,7 +158,7 @@ class PeerJob:
         return {(replica, 0): process.pid for replica, process in self._processes.items() if process.poll() is None}
 
     async def runs(self, seconds: float) -> bool:
-        """Wait; True, as it never ends well by itself. Raises `FtcommError` when one has ended that nobody killed."""
+        """Wait; True, as it never ends well by itself. Raises `FtcommError` when one has ended that was not killed."""
         await asyncio.sleep(seconds)
         codes = {replica: process.poll() for replica, process in self._processes.items()}
         ended = [replica for replica, code in codes.items() if code is not None]

@@ -44,7 +44,7 @@ class RecorderShare(msgspec.Struct, frozen=True):
 
 
 class _NoOthers:
-    """A group of nobody, which counts its ops."""
+    """A group without members, which counts its ops."""
 
     def __init__(self) -> None:
         self.ops = 0

@@ -190,7 +190,7 @@ class Admissions:
             return [Log("ready", {"replica": replica}), Send(conn, known.unheard or WAITS), *self._changes.propose()]
         if known.unheard is not None:
             return [Send(conn, known.unheard)]
-        reason = "joins when a step boundary was passed; nobody has come to one yet (ftcomm.steps, Group.boundary)"
+        reason = "joins when a step boundary was passed; no member has come to one yet (ftcomm.steps, Group.boundary)"
         return self._joiner_messages.tell_untold() or [Send(conn, m.Queued(reason, m.Stage.JOINING))]
 
     def dismiss(self, conn: Conn, replica: int) -> list[Action]:

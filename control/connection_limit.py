@@ -1,4 +1,4 @@
-"""A limit on the connections of a port that says which one has to go, so that strangers keep nobody else out.
+"""A limit on the connections of a port that says which one has to go, so that strangers keep no member out.
 
 It is pure: it is told of connections, and the caller ends those that it names. Who has proved to hold the token is
 never named. Of the others the source with most of them gives way: by its oldest connection that has said nothing, else

@@ -347,8 +347,8 @@ class EtcdStore(Store):
         except etcd.Away as away:
             if not self._unheard:
                 self.tell(
-                    f"etcd cannot be used ({away}): training goes on, and nobody can join or be replaced until it can. "
-                    f"{_mend(self.name)}"
+                    f"etcd cannot be used ({away}): training goes on, and no replica can join or be replaced until it "
+                    f"can. {_mend(self.name)}"
                 )
             self._unheard.add(thread)
             raise

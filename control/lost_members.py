@@ -1,4 +1,4 @@
-"""Makes views without lost members, and says when nobody is left that holds the state of the training. Pure."""
+"""Makes views without lost members, and says when no replica is left that holds the state of the training. Pure."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ class LostMembers:
             return []
         self._refused_in = self._known.job.epoch
         why = "; ".join(f"{replica}: {reason}" for replica, reason in lost.items())
-        reason = f"nobody else holds the state of the training, and it is not proved that its process has ended ({why})"
+        reason = (
+            f"no other replica holds the state of the training, and it is not proved that its process has ended ({why})"
+        )
         return [Log("not_removed", {"replica": replica, "reason": reason}) for replica in lost]
 
     def withdrawn(self, message: m.Withdrawn) -> list[Action]:

@@ -20,7 +20,7 @@ LINGER = 2.0
 
 
 class Removals:
-    """The verdicts without proof. Nobody is removed while no holder of the state is known to be whole."""
+    """The verdicts without proof. No member is removed while no holder of the state is known to be whole."""
 
     def __init__(self, known: KnownJob, lost: LostMembers, suspects: Suspects, state: Callable[[Address], str]) -> None:
         """`state` tells what the process at an address does, where this host can see it."""

@@ -391,7 +391,7 @@ class CoordinatorServer:
             "store",
             {
                 "text": f"the views cannot be stored in {self._store.name}: {error.strerror or error}; {mend}. Until "
-                f"then nobody joins, leaves or is replaced; it is tried again every {RETRY:g} s"
+                f"then no replica joins, leaves or is replaced; it is tried again every {RETRY:g} s"
             },
         )
         while True:

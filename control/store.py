@@ -58,7 +58,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def job(self) -> str:
-        """Returns a name for the job, the same until `clear`, for a job to which nobody gives one. May block for a
+        """Returns a name for the job, the same until `clear`, for a job that was given none. May block for a
         time. Raises `StoreError`."""
 
     @abc.abstractmethod

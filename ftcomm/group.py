@@ -404,7 +404,7 @@ class Group(Calls):
         if not sets:
             raise FtcommError(
                 f"replica {self.replica}, step {self._step - 1}: nothing was reduced since the step boundary, so "
-                "nobody has contributed; call contributed(), or commit() of a sampler, after the gradients are reduced"
+                "no replica has contributed; call contributed(), or commit() of a sampler, after gradients are reduced"
             )
         return tuple(replica for replica in sets[0] if all(replica in who for who in sets))
 

@@ -58,7 +58,7 @@ class AccuracyRequest(TrainingRequest):
     Each replica gets SIGKILL at random steps and is started again; it joins, catches up and contributes after as many
     steps as were drawn for it, the others waiting for its process if that takes longer. The loss is of text that was
     held out, after the last step. Fewer replicas train on fewer samples, which alone makes it higher: in the runs "left
-    out" nobody is killed, and only the same samples are not used. Exits with 1 if the final weights of the replicas
+    out" no replica is killed, and only the same samples are not used. Exits with 1 if the final weights of the replicas
     differ, if a step was lost, or if the means of the losses with and without kills, of equal samples and learning
     rates, differ by more than those of different seeds do.
     """

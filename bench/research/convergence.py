@@ -215,7 +215,7 @@ async def train(
     `disturb` returns the steps of its `kills`."""
     began = time.monotonic()
     made = task(seed=seed, **{name: getattr(request, name) for name in COMMON})
-    # A replica that nobody has killed is not restarted; the times are long, so that only those are lost that are.
+    # A replica that was not killed is not restarted; the times are long, so that only those are lost that are.
     options: dict[str, Any] = dict(max_restarts=kills, min_replicas=replicas, op_timeout=240.0, heartbeat_timeout=30.0)
     options |= {"env": {"FTCOMM_INIT_TIMEOUT": str(PATIENCE)}, "ranks_per_replica": ranks}
     async with observed(function, made, Record, replicas, **options) as job:

@@ -23,7 +23,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     gap: float
     which: float  # 0..1: of the replicas
-    silent: float  # 0..1: below the share, nobody says so
+    silent: float  # 0..1: below the share, the failure is silent
     draw: float  # 0..1: of the measured stalls
     within: float  # 0..1: of the step in progress
 

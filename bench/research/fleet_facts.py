@@ -113,7 +113,7 @@ STEP = Constant("step", 20.0, "s", FT_HSDP)
 
 
 def ft_hsdp(replicas: int) -> FleetPipeline:
-    """The parts sum to the paper's three minutes. A rejoin stalls nobody, as in its formula; it speaks of 100 s."""
+    """The parts sum to the paper's three minutes. A rejoin stalls no replica, as in its formula; it speaks of 100 s."""
     return FleetPipeline(
         "ft-hsdp",
         replicas,

@@ -52,7 +52,7 @@ class Exchange(GroupExchange[Operation]):
     is called by the driving thread for every chunk that differs. If this member is not in the majority, or there is
     none, the engine then fails with `DivergenceError`. `ranks_per_replica` tells how crowded the host is. `reducer` is
     what reduces, and of this exchange alone; None: the processor does. `threads` are its share of the process.
-    `recorder` records its ops; None: for nobody.
+    `recorder` records its ops; without it they are not recorded.
     """
 
     core_type: type[ExchangeCore] = ExchangeCore

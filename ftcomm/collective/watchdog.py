@@ -60,7 +60,7 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         recorder: GroupRecorder | None = None,
     ) -> None:
-        """`recorder` records ops and waits; None: for nobody."""
+        """`recorder` records ops and waits; without it they are not recorded."""
         self.recorder = unread(clock) if recorder is None else recorder
         self.give_up = give_up
         self.clock = clock

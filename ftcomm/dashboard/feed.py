@@ -19,7 +19,7 @@ from ftcomm.recorder.files import FOLDER
 
 EVERY = 1.0  # s between two looks while somebody is there
 STACKS = 4  # ranks that are asked for theirs at once
-IDLE = 5.0  # s while nobody is, to notice the end of the job
+IDLE = 5.0  # s without a viewer, to notice the end of the job
 
 
 class Feed:

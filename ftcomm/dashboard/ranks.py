@@ -19,7 +19,7 @@ from ftcomm.recorder.tail import RecordingTail
 
 NAME = re.compile(rf"replica-(\d+)\.rank-(\d+)\.pid-(\d+){re.escape(SUFFIX)}")
 PHASES = 6  # the newest that are shown
-SHORT = 0.1  # s below which nobody calls it a wait
+SHORT = 0.1  # s below which it does not count as a wait
 NO_RECORDING = "This host has no recording of this rank: look on its own host, with ftcomm dump."
 
 

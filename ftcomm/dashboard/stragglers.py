@@ -22,7 +22,7 @@ from ftcomm.recorder.reader import Recording, RecordingError, lives
 from ftcomm.recorder.tail import RecordingTail
 
 REST = 200  # times what a comparison has computed
-MEMBERS = 256  # ranks of one index on this host, beyond which nobody is compared
+MEMBERS = 256  # ranks of one index on this host, beyond which ranks are not compared
 RECORDS = 4096  # that are read of all of them, of each 64 at least
 SHOWN = 8
 

@@ -58,7 +58,7 @@ _NAME = re.compile(r"replica-(\d+)\.rank-(\d+)\.pid-(\d+)" + re.escape(SUFFIX))
 
 class ReplicaPlace(msgspec.Struct, frozen=True):
     """The place of the facts of a replica, as the launcher knows it. `pids` has the living ranks on this host; a
-    replica whose host nobody asked is not `reached`."""
+    replica whose host was not asked is not `reached`."""
 
     replica: int
     member: bool

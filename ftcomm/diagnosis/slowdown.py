@@ -26,7 +26,7 @@ import msgspec
 from ftcomm.diagnosis.facts import Rank
 from ftcomm.recorder.reader import Recording
 
-TOLERATED = 1.05  # a slowdown up to this is nobody's fault
+TOLERATED = 1.05  # a slowdown up to this has no cause that could be named
 TELLING = 1.1  # a median slowdown below this is not worth a word, however sure it is
 BETS = (0.2, 0.5, 0.8)  # shares of what the gambler has
 SLOWEST = 4  # a rank that is late is among a quarter of all

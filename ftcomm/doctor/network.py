@@ -73,7 +73,7 @@ def coordinator() -> list[Finding]:
     token = os.environ.get("FTCOMM_TOKEN", "")
     if not token:
         mend = "export FTCOMM_TOKEN=...   # that of the coordinator"
-        return [Finding("coordinator", "wrong", f"{NO_TOKEN}, so nobody lets this rank in", mend)]
+        return [Finding("coordinator", "wrong", f"{NO_TOKEN}, so no process of the job lets this rank in", mend)]
     try:
         there = split_endpoint(endpoint, "FTCOMM_COORDINATOR")
     except SettingsError:
@@ -124,7 +124,7 @@ def peer(where: str) -> list[Finding]:
 def where() -> str:
     """The one address at which other hosts reach this one: what the environment says, or the only one that there is.
 
-    Never all of them: one may lead to a network where nobody should reach us. Raises `SettingsError`.
+    Never all of them: one may lead to a network where strangers could reach us. Raises `SettingsError`.
     """
     endpoint = os.environ.get("FTCOMM_COORDINATOR")
     asked = os.environ.get("FTCOMM_HOST", "")

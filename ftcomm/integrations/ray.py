@@ -157,12 +157,12 @@ class _Coordinator:
             "FTCOMM_STORE": self._store.endpoint,
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # so nobody else serves one at that address
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # so no other store is served at that address
         }
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended, so that nobody can join it."""
+        """Whether the job has ended, so that no worker can join it."""
         return self._server.ended
 
     def stop(self) -> None:

@@ -31,7 +31,7 @@ def open_words(pid: int) -> memoryview:
             os.close(fd)
         if words[0] == MAGIC:
             return words
-    raise FileNotFoundError(f"process {pid} has no segment of ftcomm, so nobody can tell when it is inside an op")
+    raise FileNotFoundError(f"process {pid} has no segment of ftcomm, so it cannot be told when it is inside an op")
 
 
 def stop(pid: int) -> None:

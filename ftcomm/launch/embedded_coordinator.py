@@ -97,7 +97,8 @@ class EmbeddedCoordinator:
                 if str(error) != told:
                     told = str(error)
                     self._tell(
-                        f"{told}. Until then nobody joins, leaves or is replaced; it is tried again every {RETRY:g} s"
+                        f"{told}. Until then no replica joins, leaves or is replaced; "
+                        f"it is tried again every {RETRY:g} s"
                     )
             await asyncio.sleep(RETRY)
         if told:

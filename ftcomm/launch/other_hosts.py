@@ -51,7 +51,7 @@ class HostsListener(Protocol):
 
 
 class OtherHosts:
-    """The others, seen from host `options.node.rank`; nobody, if one host has the whole job. On one event loop; only
+    """The others, seen from host `options.node.rank`; none, if one host has the whole job. On one event loop; only
     `addresses` blocks."""
 
     def __init__(self, options: RunOptions) -> None:
@@ -124,7 +124,7 @@ class OtherHosts:
         return link.begun.store, link.begun.job
 
     def interrupt(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting for the others."""
         self._interrupted = True
         self._changed.set()
 

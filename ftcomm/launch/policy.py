@@ -94,7 +94,7 @@ def after_death(
     states = list(others.values())
     if State.RUNNING not in states:
         if State.FINISHED in states or State.LEFT in states:
-            return GiveUp("it is not restarted: the others have ended, so there is nobody to catch up from")
+            return GiveUp("it is not restarted: the others have ended, so there is no replica to catch up from")
         if not began:
             return JobLost("all replicas died before the job began; their output says why")
         return JobLost(f"no replica is left that holds the training state. {CHECKPOINT}")

@@ -1,7 +1,7 @@
 """Decides when host 0 of several is gone, from what comes of the attempts to reach its launcher. Pure.
 
-refused   the kernel there answers that nobody listens: that launcher has ended, and its coordinator with it. It may be
-          a coordinator that is put back, or a filter on the way; so this counts after twice the op timeout, without
+refused   the kernel there answers that no process listens: that launcher has ended, and its coordinator with it. It may
+          be a coordinator that is put back, or a filter on the way; so this counts after twice the op timeout, without
           any other answer, and if a rank has waited here for as long as an op may take, and no op has returned
           meanwhile: the training stands. Who only computes has all that it needs
 others    a silence, a reset, a failed handshake: the network, or a host that is stopped or starts. No proof

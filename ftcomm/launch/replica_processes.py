@@ -174,8 +174,8 @@ class ReplicaProcesses:
                 stack.enter_context(self._network.inside(self.place))
             leader: socket.socket | None = None
             if self._options.ranks_per_replica > 1:
-                # Bound here and inherited by rank 0: nobody can take the port in between, and a rank that comes first
-                # finds its leader listening.
+                # Bound here and inherited by rank 0: no other process can take the port in between, and a rank that
+                # comes first finds its leader listening.
                 leader = stack.enter_context(socket.create_server((self.host, 0)))
                 environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
             for rank in range(self._options.ranks_per_replica):

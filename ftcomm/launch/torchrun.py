@@ -27,7 +27,7 @@ def of_job(options: RunOptions, job: str, store: str) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(1 if node is None else node.count),
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # so nobody else serves one at that address
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # so no other store is served at that address
     }
 
 

@@ -247,7 +247,7 @@ class StaticMembership:
                 self._sure.add(member)
                 actions.append(TellMember(member, DataEnded(why[:1000])))
         for member, ops in self._left.items():
-            # A later op can return at nobody; an earlier one returns here, if all others take it, too.
+            # A later op can return nowhere; an earlier one returns here, if all others take it, too.
             if returned >= ops and self.error is None:
                 who, self._ended_by = self._names[member], member
                 self.error = LostError(f"{self}: Connection closed by peer: {who} has closed the group; {_MEND}")

@@ -15,7 +15,7 @@ class Kind(enum.Enum):
     """The causes that are told apart."""
 
     PROGRAM = "program"  # an exit code of its own, after an error of its script
-    SIGNAL = "signal"  # a signal, and nobody knows who sent it
+    SIGNAL = "signal"  # a signal of unknown origin
     OUT_OF_MEMORY = "out of memory"  # killed by the kernel for want of host memory
     GPU = "gpu"  # an error of the CUDA runtime or the driver
     HOST_LOST = "host lost"  # its host fell silent

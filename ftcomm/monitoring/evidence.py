@@ -1,7 +1,7 @@
 """Looks whether the kernel has killed a process for want of memory, and takes secrets out of what ranks write.
 
 The kernel says so in its log (/dev/kmsg), which names the process and which root may read, and in the counters of the
-control group, which name nobody: if only one process ended by SIGKILL since the last look, it was that one.
+control group, which name no process: if only one process ended by SIGKILL since the last look, it was that one.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Use(enum.Enum):
 
 
 PRICED = (Use.DETECTION, Use.VIEW, Use.RESUME, Use.ABSENCE, Use.CATCH_UP)  # the phases of an interruption
-OVER = None  # the replica has finished; its time is nobody's
+OVER = None  # the replica has finished; its time counts for nothing
 
 
 @dataclasses.dataclass

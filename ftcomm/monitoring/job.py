@@ -58,7 +58,7 @@ class EventLine(msgspec.Struct, frozen=True):
 class Point(msgspec.Struct, frozen=True, array_like=True):
     """A second of the curves."""
 
-    at: float  # seconds of the clock of `Overview.mono`: nobody sets it
+    at: float  # seconds of the clock of `Overview.mono`, which is never set
     step: int
     contributing: int
 

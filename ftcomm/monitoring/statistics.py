@@ -1,7 +1,7 @@
 """Statistics of interruptions: the table of Llama 3, effective training time, failures by host. Pure.
 
 The table is the one of the Llama 3 report (arXiv 2407.21783, table 5): component, category, count, and share of all
-interruptions that nobody had planned. A host is to be taken out of service if chance hardly explains its failures: if
+unplanned interruptions. A host is to be taken out of service if chance hardly explains its failures: if
 all hosts failed at one rate, each failure would hit this one with the share that it has of all observed time, so their
 number would be binomial. The probability of as many or more has to be below `DOUBT`, divided by the number of hosts,
 since each of them is another chance to be wrong. So an even fleet is wronged in at most one of a hundred reports.

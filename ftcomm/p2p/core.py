@@ -255,12 +255,12 @@ class MessageCore:
         if kind == SenderKind.DATA:
             receive = channel.reading = channel.expected.pop(number, None)
             if receive is None or receive.nbytes != nbytes or receive.started:
-                raise ValueError(f"{nbytes} bytes of a message {number} that nobody has asked for")
+                raise ValueError(f"{nbytes} bytes of a message {number} that was not asked for")
             receive.land()
             return [Read(channel, receive.memory)]
         if kind == SenderKind.EAGER:
             if nbytes > EAGER or self.matching.full(channel.peer, nbytes):
-                raise ValueError(f"{nbytes} bytes more that nobody has asked for, at most {MAX_BYTES} are kept")
+                raise ValueError(f"{nbytes} bytes more that were not asked for, at most {MAX_BYTES} are kept")
             data = bytearray(nbytes)
             channel.reading = Unexpected(channel.peer, number, tag, dtype_of(name), nbytes, data)
             return [Read(channel, memoryview(data))]
@@ -391,7 +391,7 @@ class MessageCore:
         """The sender has put a piece into a slot."""
         slots, receive = self.slots, channel.expected.get(number)
         if receive is None or slots is None or not receive.by_slots:
-            raise ValueError(f"a piece of a message {number} that nobody has asked for")
+            raise ValueError(f"a piece of a message {number} that was not asked for")
         at = receive.started
         if not 0 <= slot < slots.count or not 0 < nbytes == min(slots.chunk, receive.nbytes - at):
             raise ValueError(f"a piece of {nbytes} bytes in slot {slot} behind {at} of {receive.nbytes} bytes")

@@ -4,8 +4,8 @@ Two ways, for a process that `StackServer` has opened:
 
     it is asked     a thread of this process answers on a unix socket with the stacks of all threads. It reads them
                     with the interpreter lock in its hands, so nothing changes meanwhile
-    it is signalled if the lock is held (a C call that does not let it go), nobody answers. Then `SIGNAL`, sent to one
-                    thread, makes `faulthandler` write the stack of that thread alone into a file. A thread must not
+    it is signalled if the lock is held (a C call that does not let it go), no thread answers. Then `SIGNAL`, sent to
+                    one thread, makes `faulthandler` write the stack of that thread alone into a file. A thread must not
                     walk the frames of another one that runs (`all_threads=True`): that has crashed processes
 
 The head of that file says what can be read of this process at any moment: which thread answers, and since when the
@@ -166,7 +166,7 @@ def serve(recording: Path | None) -> StackServer | None:
                 left.unlink(missing_ok=True)
         return StackServer(prefix)
     except OSError as error:
-        log.warning("nobody can ask this process for its stacks: %s", error.strerror or error)
+        log.warning("this process cannot be asked for its stacks: %s", error.strerror or error)
         return None
 
 

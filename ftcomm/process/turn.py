@@ -50,7 +50,7 @@ class Turn(Generic[Op]):
         self._held: dict[int, list[Any]] = {}
         self._starting = _thread.allocate_lock()  # guards the next two; held for some lines
         self._series: Series | None = None  # the newest
-        self._last: weakref.ref[Op] | None = None  # its last op; nobody's buffers are kept
+        self._last: weakref.ref[Op] | None = None  # its last op; no buffers of callers are kept
         self._lost = ""  # the name of the thread by which the order was lost
 
     def agree(self) -> None:

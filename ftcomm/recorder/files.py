@@ -2,7 +2,7 @@
 
     ranks of `ftcomm run`       RUN/recordings/replica-2.rank-0.pid-4711.recording, in the directory of the run
     ranks that others start     the same, in a directory that the ranks of a job on this host share
-    groups without a job        memory of the process, which nobody else can read
+    groups without a job        memory of the process, which no other process can read
 
 The directory is in memory if that of this user's runs is (XDG_RUNTIME_DIR). The file takes all its room at once: a page
 that cannot be had later would kill the process. Where there is no room the process records into its own memory, and
@@ -140,8 +140,8 @@ def begin(owner: Owner, coordinator: str) -> Recorder:
     recorder.describe(owner)
     if lacks:
         log.warning(
-            "replica %d rank %d: nobody else can read what this rank records, since it has no file of %d MiB in the "
-            "directory of runs: %s. Make room there, or set XDG_RUNTIME_DIR to a directory in memory",
+            "replica %d rank %d: no other process can read what this rank records, since it has no file of %d MiB in "
+            "the directory of runs: %s. Make room there, or set XDG_RUNTIME_DIR to a directory in memory",
             *(owner.replica, owner.shard, PROCESS_SHAPE.size >> 20, lacks),
         )
     return recorder

@@ -139,5 +139,5 @@ class Shape:
 
 
 PROCESS_SHAPE = Shape(1024, 16384, (3 << 20) - HEADER - GROUP * 1024 - RECORD * 16384)  # 3 MiB in all
-SMALL_SHAPE = Shape(2, 16, 1024)  # of a recording that nobody reads
+SMALL_SHAPE = Shape(2, 16, 1024)  # of a recording that is never read
 MOST_BYTES = 4 << 20  # of a file, that a reader reads

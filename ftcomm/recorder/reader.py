@@ -144,7 +144,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def read(path: str | os.PathLike[str], newest: int | None = None) -> Recording:
-    """Returns the recording in a file. Reads 6 MiB at most, and waits for nobody. All records take a tenth of a second;
+    """Returns the recording in a file. Reads 6 MiB at most, and does not wait. All records take a tenth of a second;
     with `newest` only so many of them are taken, so many ops that failed, and what is not over, in milliseconds.
 
     Raises `RecordingError` if there is none that this version of ftcomm can read.

@@ -333,7 +333,7 @@ class GroupRecorder:
 
 
 def unread(clock: Callable[[], float] = time.monotonic) -> GroupRecorder:
-    """Returns the recorder of a group whose recording nobody reads."""
+    """Returns the recorder of a group whose recording is never read."""
     return Recorder(clock=clock).group("", 0, GroupKind.JOB)
 
 

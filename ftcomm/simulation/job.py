@@ -321,7 +321,7 @@ class SimulatedJob:
     def _again(self, replica: Replica) -> None:
         others = [other for other in self.replicas if other is not replica]
         if all(not other.running for other in others) and any(other.over for other in others):
-            replica.over = True  # there is nobody to catch up from
+            replica.over = True  # there is no replica to catch up from
             self._look()
         else:
             self.start_replica(replica)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ftcomm.simulation.faults import Faults
 
 _SOON = 0.0002  # s between two looks; most messages take longer
-_MOST = 1.5  # s in which a change is proposed that nobody refuses
+_MOST = 1.5  # s in which a change is proposed that no leader refuses
 
 
 class MissedBoundary:
@@ -85,7 +85,7 @@ class MissedBoundary:
             self._faults.mend()
 
     def _await_return(self, lives: int) -> None:
-        """Let the next life stand still when it contributes. Nobody may be removed for that."""
+        """Let the next life stand still when it contributes. No member may be removed for that."""
         first, timeouts = self._first, self._job.timeouts
         member = self._job.stored[-1].member(first.number)
         back = member is not None and member.contributing and member.incarnation == first.ranks[0].incarnation

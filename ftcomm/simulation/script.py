@@ -159,7 +159,7 @@ class Script:
         rank.say("has finished")
 
     def _make_groups(self) -> Generator[str, None, None]:
-        """One after the other, anew; in a replica that joins a running job nobody is waited for."""
+        """One after the other, anew; a replica that joins a running job waits for no other."""
         rank = self.rank
         for number, among in enumerate(self.work.groups):
             if rank.replica in among:

@@ -135,7 +135,7 @@ class Endpoint:
                 self._loop.run_until_complete(self._listener.close())
         finally:
             self._loop.close()
-            self._ready.set()  # also if it could not listen: nobody waits for it for ever
+            self._ready.set()  # also if it could not listen, so that no wait for it lasts for ever
 
     async def _listen(self, sock: socket.socket) -> None:
         self._listener = Listener(sock, handshake.Credentials(self.token, tls=self.tls), self._called)

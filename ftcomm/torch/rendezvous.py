@@ -123,7 +123,7 @@ def in_job() -> bool:
 
 
 def joined() -> Group:
-    """The default group; the job that the environment names is joined if nobody has."""
+    """The default group; if there is none yet, it joins the job that the environment names."""
     global _ours
     import ftcomm.group
 

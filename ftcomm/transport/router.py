@@ -231,6 +231,6 @@ class ConnectionRouter:
         self._parked = deque(parked for parked in self._parked if parked.sock.fileno() not in hung_up)
         if len(self._parked) >= MAX_PARKED:
             gone.append(self._parked.popleft())
-            drop("crowded", f"the oldest of {MAX_PARKED} connections for groups that nobody has made here")
+            drop("crowded", f"the oldest of {MAX_PARKED} connections for groups that were not made here")
         self._parked.append(call)
         return gone

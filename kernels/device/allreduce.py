@@ -228,7 +228,7 @@ def allreduce(
     ONE_SHOT: tl.constexpr,  # bytes up to which every member reduces all of it by itself
     THREADS: tl.constexpr,  # of a program: 32 a warp
 ):  # fmt: skip
-    """One op in place. A grid of 1 .. LANES programs; one launch at a time. Blocks nobody but its stream, and that
+    """One op in place. A grid of 1 .. LANES programs; one launch at a time. Blocks only its stream, and that
     until the op has returned; if members have made different calls, until the host has heard."""
     _launch(ctl, state, view, array, kept, chunks, count, call, template, deadline_ns, T, OP, W, BLOCK, COPIED, ALIGNED,
             LANES, CHUNK, ONE_SHOT, THREADS, 0, 0)  # fmt: skip

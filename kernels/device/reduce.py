@@ -2,9 +2,9 @@
 
     sources[0..w-1] --read once, in order--> fp32 / own type --rounded once--> out
 
-Program p of G computes tiles p, p + G, ... and nobody else reads or writes them, so that nothing is to be awaited and
-the output may be one of the sources. Where W is not a constant (0), each program first writes the addresses into a row
-of `rows` of its own, for a loop to index.
+Program p of G computes tiles p, p + G, ... and no other program reads or writes them, so that nothing is to be awaited
+and the output may be one of the sources. Where W is not a constant (0), each program first writes the addresses
+into a row of `rows` of its own, for a loop to index.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A flag is a 64-bit word with one writer, `epoch << COUNTER | counter`, which only grows; a wait asks for
 `low <= flag < high`. Flags lie in memory of their owner's GPU, where a poll takes a tenth of one over PCIe. Hosts see a
-copy in pinned memory, which the owner stores and nobody waits for. Both are only loaded and stored, never changed by an
+copy in pinned memory, which the owner stores without a wait. Both are only loaded and stored, never changed by an
 atomic, which over PCIe is a read and a write.
 
     signal  all threads' stores, barrier, then one thread: st.release.sys
@@ -37,7 +37,7 @@ def pointer(address):
 
 @triton.jit
 def read(address):
-    """A word that nobody changes meanwhile."""
+    """A word that does not change meanwhile."""
     return tl.load(pointer(address))
 
 

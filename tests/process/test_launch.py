@@ -354,7 +354,7 @@ def test_no_restart_when_the_others_have_finished(here: Path) -> None:
     job.react = react
     assert job.run() == run.FAILED
     assert job.starts() == [1, 1, 1]
-    assert any("the others have ended, so there is nobody to catch up from" in text for text in job.said)
+    assert any("the others have ended, so there is no replica to catch up from" in text for text in job.said)
     assert job.said[-1] == "the training is complete on replicas 0, 1; replica 2 failed"
 
 

@@ -259,7 +259,7 @@ def test_a_store_that_cannot_be_opened_ends_no_job(here: Path, how: str) -> None
 
     assert job.run(plan) == run.DRAINED, job.said
     first, *_, last = [event["text"] for event in job.of("store")]
-    assert "Until then nobody joins, leaves or is replaced" in first
+    assert "Until then no replica joins, leaves or is replaced" in first
     assert last == "the coordinator is back"
 
 

@@ -77,7 +77,7 @@ def test_before_the_first_view_there_is_nothing_to_restore() -> None:
 def test_no_restart_when_the_others_have_ended(others: tuple[State, ...]) -> None:
     decision = decide(*others)
     assert isinstance(decision, GiveUp)
-    assert "nobody to catch up from" in decision.reason
+    assert "no replica to catch up from" in decision.reason
 
 
 def test_no_restart_of_one_whose_training_was_over() -> None:
@@ -312,7 +312,9 @@ def test_text_for_events() -> None:
     )
     alone = "none of the replicas that contribute is heard: this coordinator itself may be cut off, so it waits"
     assert describe({"kind": "cut_off", "reason": alone}) == alone
-    holds = "nobody else holds the state of the training, and it is not proved that its process has ended (1: silent)"
+    holds = (
+        "no other replica holds the state of the training, and it is not proved that its process has ended (1: silent)"
+    )
     assert describe({"kind": "not_removed", "replica": 1, "reason": holds}) == f"replica 1 is not given up: {holds}"
     assert replicas([2]) == "replica 2"
     assert replicas([2, 0]) == "replicas 0, 2"

@@ -16,7 +16,7 @@ channel ALL is read by all others, channel 1 + i by member i alone. Task k of a 
     TAKEN[o][ALL|1]   reader       owner o          it fills the slot again
 
 All are `epoch << COUNTER | counter`, have one writer and only grow, as in the all-reduce: what a member of an earlier
-epoch wrote satisfies nobody. Calls are matched by their order, on each channel. A call that does not return OK leaves
+epoch wrote satisfies no wait. Calls are matched by their order, on each channel. A call that does not return OK leaves
 its destinations in parts; the counters of its channels are then only good for another epoch.
 """
 

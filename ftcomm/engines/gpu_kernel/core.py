@@ -91,7 +91,7 @@ class DeviceCore:
         self.launched: dict[int, _Launched] = {}  # by template
         self.captured: list[KernelOperation] = []  # by template - CAPTURED
         self.trusted: set[int] = set()  # templates of ops whose callers have gone on, while only their streams wait
-        self.unheard: FtcommError | None = None  # the error of an op for which nobody waits
+        self.unheard: FtcommError | None = None  # the error of an op that no caller waits for
         self.reached: dict[int, Reached] = {}
         self.dead = False  # a kernel has failed, and with it all that ran
         self._replay: KernelOperation | None = None  # one that was broken off, first in flight until it has returned

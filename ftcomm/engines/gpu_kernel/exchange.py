@@ -7,7 +7,7 @@ to them:
     freeze    OPEN = 0: the launch that runs holds between two steps, one that comes later as it begins. Nothing of ours
               touches any memory when BEGUN == FINISHED
     progress  the op that has begun and not returned, and from the words of its lanes what of it is FINAL. Ops that were
-              launched and have not begun count as not called: nobody can hold a chunk of them
+              launched and have not begun count as not called: no member can hold a chunk of them
     resume    own words are raised to the epoch, the table of members and the tasks that are left of that op are
               written, OPEN = epoch: the launch goes on
 
@@ -100,7 +100,7 @@ class DeviceExchange(GroupExchange[KernelOperation]):
                     core.launch(op, view)
         except ArgumentError:
             raise
-        except BaseException as error:  # an interrupt: nobody knows whether it was launched
+        except BaseException as error:  # an interrupt: it may have been launched, or not
             interrupted = FtcommError(f"the engine was interrupted by {error!r}; this rank cannot go on")
             monitor.fail(interrupted, tell=True)
             raise

@@ -1,4 +1,4 @@
-"""All-reduces inside CUDA graphs: captured once, replayed as often as the caller likes, and nobody is called for that.
+"""All-reduces inside CUDA graphs: captured once, and replayed as often as the caller likes without the host.
 
 To capture an op runs nothing and counts as no call. Its launch says CAPTURED or more as its template, by which the host
 finds what it was. Each replay is an op of its own, with the number that is next on the device (NUMBER, BASE lie there),

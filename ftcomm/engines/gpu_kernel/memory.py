@@ -90,7 +90,7 @@ def visible_peers() -> list[list[bool]]:
 class Shared:
     """A memfd of `size` bytes mapped shared and registered, this rank's own (`create`) or that of a peer (`open`).
 
-    It stays mapped until `close`, even if nobody holds it any more: the driver goes on counting an address as
+    It stays mapped until `close`, even if it is not held any more: the driver goes on counting an address as
     registered, and refuses what is mapped there next.
     """
 
@@ -147,7 +147,7 @@ class Shared:
         self._registered.discard(self)
 
     def stop(self) -> None:
-        """Let nobody open it any more; idempotent."""
+        """Let no process open it any more; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

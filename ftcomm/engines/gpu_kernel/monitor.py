@@ -1,5 +1,5 @@
 """The thread that watches a device. It learns from words of the device which ops have returned, and says when one
-stands still. While something is in flight it looks every `_LOOK` seconds; nobody waits for it. It asks the driver
+stands still. While something is in flight it looks every `_LOOK` seconds; no op waits for it. It asks the driver
 nothing, which may be stuck behind an op that needs this thread to go on: whether a kernel has failed another asks.
 """
 
@@ -17,7 +17,7 @@ from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import FtcommError
 
 _LOOK = 0.001  # s
-_LOOK_IDLE = 0.01  # s; for a replay, of which nobody tells
+_LOOK_IDLE = 0.01  # s; for a replay, of which the host is not told
 
 
 class Monitor:

@@ -30,7 +30,7 @@ class KernelOperation(Operation):
         compression: str = COMPRESSIONS[0],
         max_sms: int | None = None,
     ) -> None:
-        call_of(dtype, op, compression)  # raises for what nobody can do
+        call_of(dtype, op, compression)  # raises for what cannot be reduced
         if reason := unsupported(dtype, op):
             raise ArgumentError(f"hosts can do this, kernels that run whole ops (gpu-kernel) cannot: {reason}")
         if compression == FP8:

@@ -13,7 +13,7 @@ from ftcomm.errors import FtcommError
 from ftcomm.kernels.device.reduce import reduce_spans
 from ftcomm.kernels.spans import MemorySpan
 
-_one = threading.Lock()  # around a launch of one of several exchanges in a process; a launch waits for nobody
+_one = threading.Lock()  # around a launch of one of several exchanges in a process; a launch waits for no other member
 
 
 class InterpretedReduceDevice:

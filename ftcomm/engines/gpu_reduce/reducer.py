@@ -11,7 +11,7 @@ The kernel reads the staging where the transport has put it: this rank's segment
 segment of another process, which this one may only read, or an array of the host, is copied to and from mapped memory.
 
 The driver waits until the kernel has ended before it raises the word that announces the result: so the words keep their
-order, nobody reads what is not there yet, and a driver that has stopped has no kernel under way. A kernel waits for
+order, no member reads what is not there yet, and a driver that has stopped has no kernel under way. A kernel waits for
 nothing. Bits are those of the host's reductions (tests/kernels), but for which NaN is passed on.
 
 What no kernel has is reduced by the host: fp8 elements and `compression="fp8"`, sums that are held in other floats than

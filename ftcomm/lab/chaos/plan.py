@@ -24,7 +24,7 @@ COORDINATOR = -1  # as the other end of a cut
 
 LONGEST_AWAY = 3.0  # s that a coordinator is away
 SLOW = (2.0, 6.0)  # s that a replica is slowed down
-CUT = (1.0, 4.0)  # s that a cut lasts after it has been noticed, or in all if nobody need notice
+CUT = (1.0, 4.0)  # s that a cut lasts after it has been noticed, or in all if it need not be noticed
 STOPPED = (0.2, 2.0)  # s from the removal of a stopped replica to SIGCONT
 HOLD = 1.5  # heartbeats that an interpreter is held: longer than silence may last, shorter than an op may
 FORKED = 2.0  # heartbeats that forked children live: a death that they hide is known by silence, while they do

@@ -336,7 +336,7 @@ def when_formed(look: Callable[[], protocol.Status]) -> protocol.Status:
 def possible(status: protocol.Status, kinds: Sequence[str], say: Callable[[str], None]) -> tuple[str, ...]:
     """Returns the `kinds` that this kernel can do. Raises `FtcommError` if they cannot be done to that job."""
     if len(status.replicas) < 2:
-        raise FtcommError("the job has one replica, and nobody would be left; start it with --replicas 2 or more")
+        raise FtcommError("the job has one replica, and none would be left; start it with --replicas 2 or more")
     if status.draining:
         raise FtcommError("the job is ending")
     if "coordinator-stop" in kinds and status.pid == os.getpid():

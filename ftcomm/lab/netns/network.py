@@ -136,7 +136,7 @@ def _new_namespace() -> int:
 
 
 def _in_thread(work: Callable[[], None]) -> None:
-    """Run `work` in a thread of its own, whose namespace nobody minds; raises what `work` does."""
+    """Run `work` in a thread of its own, whose namespace matters to nothing else; raises what `work` does."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -86,7 +86,7 @@ class AdminClient:
                 self._read()
             answer = protocol.decode_answer(line)
         except TimeoutError:
-            if not self._path.exists():  # it was accepted when the job ended, and maybe nobody has closed it
+            if not self._path.exists():  # it was accepted when the job ended, and maybe was not closed
                 raise JobEnded("the job has ended") from None
             raise FtcommError(f"the job has not answered within {PATIENCE:g} s; is its launcher stopped?") from None
         except OSError as error:

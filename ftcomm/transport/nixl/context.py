@@ -35,7 +35,7 @@ class Nixl:
         self._name, self._devices = name or f"process.{os.getpid()}", tuple(devices)
         self._lock = threading.Lock()
         self._endpoint: NixlEndpoint | None = None
-        self._retired: list[NixlEndpoint] = []  # for ever: nobody knows what peers still do with their agents
+        self._retired: list[NixlEndpoint] = []  # for ever: peers may still do something with their agents
         self._asking = threading.Lock()  # guards what follows; held while this process asks itself something
         self._probe: HearingProbe | None = None
 

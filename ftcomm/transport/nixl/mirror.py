@@ -70,7 +70,7 @@ class NixlMirror(Peer):
         self._order = frames.InOrder()
         self._map(mirror.memory)
         self.layout, self.published = layout, published(layout.members)
-        page = mmap.mmap(-1, header(layout.members))  # the mirror has one of HEADER bytes, which nobody uses
+        page = mmap.mmap(-1, header(layout.members))  # the mirror has one of HEADER bytes, which is not used
         self.words = memoryview(page).cast("Q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         for word in self.published:

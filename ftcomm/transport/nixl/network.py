@@ -28,7 +28,7 @@ _RDMA = f"rc,ud,dc,srd,{_HOST},cuda"
 _ENDS = {"UCX_POSIX_ERROR_HANDLING": "y"}
 
 MEND = (
-    f"Set {TRUSTED}=1 if nobody but this job can send packets to its hosts: UCX then opens TCP ports, through which "
+    f"Set {TRUSTED}=1 if only this job can send packets to its hosts: UCX then opens TCP ports, through which "
     "anybody who reaches them can write the memory of the process. Or set FTCOMM_TRANSPORT=tcp."
 )
 
