@@ -10,9 +10,14 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("reduce", "reduce_scatter")
 
 
-def lengths(kind: str, size: int, count: int, rank: int, root: int) -> tuple[int, int]:
+Counts = Sequence[Sequence[int]]  # of an alltoall of unequal parts: elements from each rank to each
+
+
+def lengths(kind: str, size: int, count: int, rank: int, root: int, counts: Counts = ()) -> tuple[int, int]:
     """Returns the elements that a rank gives and those of its result, `count` of each rank; one array in a broadcast
     and a reduce."""
+    if counts:
+        return sum(counts[rank]), sum(row[rank] for row in counts)
     whole, at_root = count * size, rank == root
     given = {"alltoall": whole, "reduce_scatter": whole, "scatter": whole * at_root, "barrier": 0}.get(kind, count)
     taken = {"allgather": whole, "alltoall": whole, "gather": whole * at_root, "barrier": 0}.get(kind, count)
@@ -21,9 +26,11 @@ def lengths(kind: str, size: int, count: int, rank: int, root: int) -> tuple[int
 
 def wanted(
     kind: str, inputs: Sequence[torch.Tensor], count: int, rank: int, root: int, who: Sequence[int],
-    reduced: Callable[[list[torch.Tensor]], torch.Tensor],
+    reduced: Callable[[list[torch.Tensor]], torch.Tensor], counts: Counts = (),
 ) -> torch.Tensor:  # fmt: skip
     """Returns the result of a rank. The ranks `who` contribute to what is reduced, by `reduced`."""
+    if counts:
+        return torch.cat([x.split(list(row))[rank] for x, row in zip(inputs, counts, strict=True)])
     mine = slice(rank * count, (rank + 1) * count)
     if kind == "broadcast":
         return inputs[root]

@@ -72,7 +72,7 @@ _COUNTER = tl.constexpr(COUNTER)
 def _serve(
     ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T: tl.constexpr, OP: tl.constexpr,
     W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, ONE_SHOT: tl.constexpr, THREADS: tl.constexpr, who, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, ONE_SHOT: tl.constexpr, THREADS: tl.constexpr, who, pieces, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Serve one lane after the other, until none is left or the attempt is broken off: (its lanes, the steps of the
     longest, how many this program has brought to their end, how it went)."""
@@ -85,7 +85,7 @@ def _serve(
         tasks = read(view + TODO)
         ntasks = read(view + NTODO)
     if ROWS > 0:
-        kind, ranks, rank, root, indices, lost = ranks_of(view, call, who)
+        kind, ranks, rank, root, indices, lost = ranks_of(view, call, who, pieces)
         if (tasks == 0) & lost & (count > 0):
             ntasks = ntasks * 0 + 1
     members = read(view + MEMBERS)
@@ -120,8 +120,8 @@ def _serve(
         while (taken < steps) & (status == RUNNING):
             while posted < tl.minimum(steps, taken + AHEAD):
                 if ROWS > 0:
-                    give(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, kind, ranks,
-                         rank, root, lost, T, COPIED, ALIGNED, LANES, CHUNK, ROWS)  # fmt: skip
+                    give(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, pieces, kind,
+                         ranks, rank, root, lost, T, COPIED, ALIGNED, LANES, CHUNK, ROWS)  # fmt: skip
                 else:
                     post(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, T, COPIED,
                           ALIGNED, LANES, CHUNK)  # fmt: skip
@@ -140,8 +140,10 @@ def _serve(
                         status = MISMATCH
             if ROWS > 0:
                 if status == RUNNING:
-                    receive(tasks, lane + taken * lanes, lane, index, view, array, kept, count, kind, ranks, rank, root,
-                            indices, lost, T, OP, W, BLOCK, COPIED, ALIGNED, LANES, CHUNK, ROWS)  # fmt: skip
+                    receive(
+                        tasks, lane + taken * lanes, lane, index, view, array, kept, count, pieces, kind, ranks, rank,
+                        root, indices, lost, T, OP, W, BLOCK, COPIED, ALIGNED, LANES, CHUNK, ROWS,
+                    )  # fmt: skip
                     taken += 1
                     announce(own + TAKEN, copy + TAKEN, low + taken)
             else:
@@ -166,7 +168,7 @@ def _serve(
 def _launch(
     ctl, state, view, array, kept, chunks, count, call, template, deadline_ns, T: tl.constexpr, OP: tl.constexpr,
     W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, ONE_SHOT: tl.constexpr, THREADS: tl.constexpr, who, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, ONE_SHOT: tl.constexpr, THREADS: tl.constexpr, who, pieces, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One launch, of one op: its attempts, until the op has returned."""
     array = tl.cast(array, tl.int64)
@@ -178,6 +180,7 @@ def _launch(
     if ROWS > 0:
         call = tl.cast(call, tl.int64)
         who = tl.cast(who, tl.int64)
+        pieces = tl.cast(pieces, tl.int64)
     if deadline > 0:
         deadline += clock(THREADS)
     first = tl.program_id(0) == 0
@@ -196,7 +199,7 @@ def _launch(
         if not over:
             lanes, steps, done, status = _serve(
                 ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T, OP, W, BLOCK, COPIED, ALIGNED,
-                LANES, CHUNK, ONE_SHOT, THREADS, who, ROWS,
+                LANES, CHUNK, ONE_SHOT, THREADS, who, pieces, ROWS,
             )  # fmt: skip
             if first:
                 over = end(ctl, state, epoch, number, template, lanes, steps, done, status, launches, THREADS)
@@ -231,7 +234,7 @@ def allreduce(
     """One op in place. A grid of 1 .. LANES programs; one launch at a time. Blocks only its stream, and that
     until the op has returned; if members have made different calls, until the host has heard."""
     _launch(ctl, state, view, array, kept, chunks, count, call, template, deadline_ns, T, OP, W, BLOCK, COPIED, ALIGNED,
-            LANES, CHUNK, ONE_SHOT, THREADS, 0, 0)  # fmt: skip
+            LANES, CHUNK, ONE_SHOT, THREADS, 0, 0, 0)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COLLECTIVE_SCALARS)
@@ -242,11 +245,12 @@ def collective(
     array: tl.int64,  # address of the result
     source: tl.int64,  # address of what this rank gives, which may be its place in the result
     chunks: tl.int64,  # rows
-    count: tl.int64,  # elements of a piece
+    count: tl.int64,  # elements of a piece, of the longest
     call: tl.int64,  # with the kind of the collective
     template: tl.int64,
     deadline_ns: tl.int64,
     who: tl.int64,  # the ranks, and the root
+    pieces: tl.int64,  # address of the table of pieces that have unequal lengths, see ftcomm.kernels.device.rows; or 0
     T: tl.constexpr,  # of what is only moved, any that is as wide as the alignment of all addresses and pieces allows
     OP: tl.constexpr,
     W: tl.constexpr,
@@ -260,4 +264,4 @@ def collective(
 ):  # fmt: skip
     """One op that is no all-reduce; launched like one, in one order with those."""
     _launch(ctl, state, view, array, source, chunks, count, call, template, deadline_ns, T, OP, W, BLOCK, COPIED,
-            ALIGNED, LANES, CHUNK, 0, THREADS, who, ROWS)  # fmt: skip
+            ALIGNED, LANES, CHUNK, 0, THREADS, who, pieces, ROWS)  # fmt: skip

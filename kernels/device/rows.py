@@ -20,6 +20,13 @@ Part j of a row lies at place j of a slot, whoever gives it. Who gives and who t
                      contributes                          them
     barrier          nothing                              nothing
 
+Pieces of an alltoall may have unequal lengths. Then rows are as many as the longest has parts, and a table of PIECE
+words for each rank j says
+
+    GIVEN, GIVEN + 1    where the piece for rank j begins in what this rank gives, and its elements
+    TAKEN, TAKEN + 1    where that of rank j begins in the result, and its elements
+    TAKERS              bits of the ranks to which rank j gives anything
+
 What a rank takes of itself it takes from what it gives, if that is only moved. All post a row before any takes it, and
 a row is INPUT at a member until that has taken all that it takes of it; so what `ftcomm.kernels.device.allreduce` says
 of words, slots and lanes holds here, too. After a loss:
@@ -77,6 +84,7 @@ _FOR_ROOT = _mask("reduce", "gather")  # that alone takes
 _OWN_PART = _mask("allgather", "gather")  # is what a rank gives
 _FOR_EACH = _mask("alltoall", "scatter")  # another part is given
 _BY_ALL = _mask("allgather", "alltoall", "gather")  # what each of them gives moves
+_PIECE, _GIVEN, _TAKEN, _TAKERS = (tl.constexpr(8 * word) for word in (5, 0, 2, 4))  # bytes
 _REDUCED = tl.constexpr(REDUCED)
 _LINE = tl.constexpr(64)  # bytes; parts begin on cache lines
 _REPLICAS = tl.constexpr((1 << words.ROOT) - 1)  # of WHO
@@ -101,7 +109,18 @@ def _ones(x):
 
 
 @triton.jit
-def ranks_of(view, call, who):
+def _piece(pieces, j, count, SIDE: tl.constexpr):
+    """(where piece j begins, its elements)"""
+    begin = j * count
+    if pieces != 0:
+        at = pieces + _PIECE * j + SIDE
+        begin = read(at)
+        count = read(at + 8)
+    return begin, count
+
+
+@triton.jit
+def ranks_of(view, call, who, pieces):
     """(kind, ranks, my rank, rank of the root or -1, for each rank 4 bits that are its index among the members, whether
     somebody is lost without whom a member cannot get all that it takes, if no member has any of it)"""
     kind = call >> KIND
@@ -115,6 +134,7 @@ def ranks_of(view, call, who):
     indices = tl.zeros((), tl.int64)
     lost = tl.zeros((), tl.int64)
     rooted = tl.zeros((), tl.int64)
+    there = tl.zeros((), tl.int64)
     ahead = roster
     while ahead != 0:
         bit = ahead & -ahead
@@ -124,8 +144,16 @@ def ranks_of(view, call, who):
         rank = tl.where(here & (index == me), ranks, rank)
         lost += tl.where(here | (by_root & (root != ranks)), 0, 1)
         rooted += tl.where(here & (root == ranks), 1, 0)
+        there = there | (tl.where(here, 1, 0) << ranks)
         indices = indices | ((index & 15) << (4 * ranks))
         ranks += 1
+    if pieces != 0:
+        lost = lost * 0
+        j = tl.zeros((), tl.int64)
+        while j < ranks:
+            takers = read(pieces + _PIECE * j + _TAKERS)
+            lost += tl.where((((there >> j) & 1) == 0) & ((takers & there) != 0), 1, 0)
+            j += 1
     needed = by_root | (_is(kind, _BY_ALL) & ((rooted > 0) | (root < 0)))
     return kind, ranks, rank, root, indices, (lost > 0) & needed
 
@@ -152,18 +180,17 @@ def _row(tasks, i, lost):
 
 @triton.jit
 def give(
-    tasks, i, lane, index, view, array, source, count, kind, ranks, rank, root, lost, T, COPIED: tl.constexpr, ALIGNED,
-    LANES, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    tasks, i, lane, index, view, array, source, count, pieces, kind, ranks, rank, root, lost, T, COPIED: tl.constexpr,
+    ALIGNED, LANES, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """My parts of a row into my staging. `count`: elements of a piece."""
+    """My parts of a row into my staging. `count`: elements of a piece, or of the longest if there are `pieces`."""
     size: tl.constexpr = T.primitive_bitwidth // 8
     row, holder, _, empty = _row(tasks, i, lost)
     parts, part = part_of(kind, ranks, size, CHUNK)
     me = read(view + ME)
     start = row * part
-    n = tl.maximum(0, tl.minimum(part, count - start))
     slot = read(view + STAGING_OF + 8 * me) + slot_of(lane, index, LANES, CHUNK)
-    pieces = source
+    whole = source
     first = tl.zeros((), tl.int64)
     last = parts
     none = empty | ((holder > 0) & (holder != me + 1))
@@ -172,9 +199,9 @@ def give(
     else:
         none = none | (read(view + MEMBERS) == 1)
         if holder == me + 1:
-            pieces = array
+            whole = array
         elif _is(kind, _OWN_PART):
-            pieces = source - rank * count * size
+            whole = source - rank * count * size
             first = rank
             last = tl.where(rank == root, rank, rank + 1)
         elif _is(kind, _BY_ROOT):
@@ -184,7 +211,9 @@ def give(
     j = first
     while j < last:
         if (j != rank) | (not _is(kind, _FOR_EACH)):
-            copy_span(pieces + (j * count + start) * size, slot + j * part * size, n, T, COPIED, ALIGNED)
+            begin, length = _piece(pieces, j, count, _GIVEN)
+            n = tl.maximum(0, tl.minimum(part, length - start))
+            copy_span(whole + (begin + start) * size, slot + j * part * size, n, T, COPIED, ALIGNED)
         j += 1
 
 
@@ -208,8 +237,8 @@ def verify_rows(flags, mask, ctl, state, number, call, who, lane, THREADS: tl.co
 
 @triton.jit
 def receive(
-    tasks, i, lane, index, view, array, source, count, kind, ranks, rank, root, indices, lost, T, OP: tl.constexpr,
-    W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr,
+    tasks, i, lane, index, view, array, source, count, pieces, kind, ranks, rank, root, indices, lost, T,
+    OP: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """All have posted row i: what I take of it goes from their slots into `array`. Nothing is awaited here."""
@@ -218,12 +247,12 @@ def receive(
     parts, part = part_of(kind, ranks, size, CHUNK)
     me = read(view + ME)
     start = row * part
-    n = tl.maximum(0, tl.minimum(part, count - start))
     slot = slot_of(lane, index, LANES, CHUNK)
     none = skip | empty | (holder == me + 1) | (_is(kind, _FOR_ROOT) & (rank != root))
     if ROWS == _REDUCED:
         place = tl.where(parts == 1, 0, rank)
         if not none:
+            n = tl.maximum(0, tl.minimum(part, count - start))
             w = read(view + SOURCES).to(tl.int32)
             at = slot // size + place * part
             out = array + start * size
@@ -244,8 +273,11 @@ def receive(
                 owner = holder - 1
             there = read(view + STAGING_OF + 8 * owner) + slot + tl.where(for_each, rank, j) * part * size
             if (holder == 0) & (owner == me):
-                there = source + (tl.where(for_each, rank, 0) * count + start) * size
-            to = array + (j * count + start) * size
+                begin, _ = _piece(pieces, tl.where(for_each, rank, 0), count, _GIVEN)
+                there = source + (begin + start) * size
+            begin, length = _piece(pieces, j, count, _TAKEN)
+            n = tl.maximum(0, tl.minimum(part, length - start))
+            to = array + (begin + start) * size
             if there != to:
                 copy_span(there, to, n, T, COPIED, ALIGNED)
             k += 1

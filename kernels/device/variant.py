@@ -9,7 +9,8 @@ import triton.language as tl
 
 SCALARS = ("ctl", "state", "view", "array", "kept", "chunks", "count", "call", "template", "deadline_ns")
 
-COLLECTIVE_SCALARS = (*("source" if name == "kept" else name for name in SCALARS), "who")  # if it is no all-reduce
+# If it is no all-reduce.
+COLLECTIVE_SCALARS = (*("source" if name == "kept" else name for name in SCALARS), "who", "pieces")
 
 MOVED, REDUCED = 1, 2  # what becomes of the rows of those
 

@@ -110,10 +110,11 @@ class Ranks:
         addresses = device.address(array), device.address(source)
         op = CollectiveOperation(call, array, source, dtype, count, size, self.layout.chunk, addresses)
         rows = len(op.finals)
+        table = device.words(op.pieces) if op.pieces else None
         programs = device.programs(op.nbytes, min(rows, self.layout.lanes), sms)
         asked = collective_variant(op, self.layout, self.view(me))
         device.follow()
-        launch = KernelLaunch(array, op.elements, op.compared, 0, rows, None, programs, asked, source, op.who)
+        launch = KernelLaunch(array, op.elements, op.compared, 0, rows, None, programs, asked, source, op.who, table)
         device.launch(launch)
         return op
 

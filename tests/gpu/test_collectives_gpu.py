@@ -24,9 +24,13 @@ pytestmark = [*gpu, pytest.mark.timeout(120)]
 class Played:
     """One call among `size` ranks of `count` elements each, from `offset` on in arrays on the GPU."""
 
-    def __init__(self, kind: str, size: int, count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> None:
+    def __init__(
+        self, kind: str, size: int, count: int, dtype: torch.dtype, seed: int, offset: int = 0,
+        counts: moved.Counts = (),
+    ) -> None:  # fmt: skip
         self.kind, self.size, self.count, self.dtype, self.root = kind, size, count, dtype, size - 1
-        lengths = [moved.lengths(kind, size, count, me, self.root) for me in range(size)]
+        self.counts = counts
+        lengths = [moved.lengths(kind, size, count, me, self.root, counts) for me in range(size)]
         values = inputs(size, offset + max(given for given, _ in lengths), dtype, seed)
         self.sources = [x[offset : offset + given] for x, (given, _) in zip(values, lengths, strict=True)]
         self.given = [self._empty(offset, len(source)).copy_(source) for source in self.sources]
@@ -40,7 +44,7 @@ class Played:
     def launch(self, ranks: Ranks, me: int) -> None:
         reduces = self.kind in REDUCING
         root = self.root if self.kind in ROOTED else None
-        call = CollectiveCall(self.kind, tuple(range(self.size)), me, root, "sum" if reduces else "")
+        call = CollectiveCall(self.kind, tuple(range(self.size)), me, root, "sum" if reduces else "", self.counts)
         array, source = self.out[me], self.given[me]
         if not reduces:
             array, source = array.view(torch.uint8), source.view(torch.uint8)
@@ -49,7 +53,8 @@ class Played:
 
     def check(self, what: str) -> None:
         for me, out in enumerate(self.out):
-            wanted = moved.wanted(self.kind, self.sources, self.count, me, self.root, range(self.size), total)
+            who = range(self.size)
+            wanted = moved.wanted(self.kind, self.sources, self.count, me, self.root, who, total, self.counts)
             assert same_bits(out.cpu(), wanted), f"{what}: {self.kind} at rank {me} of {self.size}, {self.count}"
 
 
@@ -82,6 +87,21 @@ def test_addresses_that_allow_no_vectors(offset: int) -> None:
                 each.launch(ranks, me)
             ranks.settle()
             each.check(f"offset {offset}")
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_alltoall_of_unequal_parts(count: int) -> None:
+    rng = random.Random(SEED)
+    print(f"seed {SEED}")
+    with ranks_on_gpu(count) as ranks:
+        for unit in (1, 8):
+            counts = [[unit * rng.choice((0, 3, 1000, 70_001)) for _ in range(count)] for _ in range(count)]
+            each = Played("alltoall", count, 0, torch.bfloat16, unit, counts=counts)
+            torch.cuda.synchronize()
+            for me in range(count):
+                each.launch(ranks, me)
+            ranks.settle()
+            each.check(f"seed {SEED}, {counts}")
 
 
 def test_among_all_reduces_and_barriers() -> None:

@@ -134,10 +134,11 @@ class Rank:
         view = SimpleNamespace(contributors=tuple(range(sources)))
         constants = collective_variant(op, layout, view)._asdict()  # type: ignore[arg-type]
         rows = len(op.finals)
+        table = torch.tensor(op.pieces) if op.pieces else None
         collective[(max(1, min(grid, LANES, rows)),)](
             self.ctl.data_ptr(), self.state.data_ptr(), self.view.data_ptr(), op.array.data_ptr(),
-            op.source.data_ptr(), rows, op.elements, op.compared, max(0, op.template), 0, op.who, BLOCK=256, COPIED=128,
-            THREADS=THREADS, **constants,
+            op.source.data_ptr(), rows, op.elements, op.compared, max(0, op.template), 0, op.who,
+            0 if table is None else table.data_ptr(), BLOCK=256, COPIED=128, THREADS=THREADS, **constants,
         )  # fmt: skip
 
 

@@ -43,11 +43,12 @@ class Case:
 
     def __init__(
         self, kind: str, size: int, count: int, *, dtype: torch.dtype = torch.float32, op: str = "sum", root: int = 0,
-        in_place: bool = False, offset: int = 0,
+        in_place: bool = False, offset: int = 0, counts: moved.Counts = (),
     ) -> None:  # fmt: skip
         self.kind, self.size, self.count, self.in_place, self.root = kind, size, count, in_place, root
         self.op = op if kind in REDUCING else ""
-        lengths = [moved.lengths(kind, size, count, rank, root) for rank in range(size)]
+        self.counts = counts
+        lengths = [moved.lengths(kind, size, count, rank, root, counts) for rank in range(size)]
         self.given = [arrays(offset + given, dtype, size)[rank][offset:] for rank, (given, _) in enumerate(lengths)]
         self.inputs = [x.clone() for x in self.given]
         self.out = [arrays(offset + taken, dtype, size)[0][offset:].zero_() for _, taken in lengths]
@@ -65,17 +66,22 @@ class Case:
     def _op(self, rank: int) -> CollectiveOperation:
         array, source, roster = self.out[rank], self.given[rank], tuple(range(self.size))
         dtype = str(array.dtype).removeprefix("torch.")
-        call = CollectiveCall(self.kind, roster, rank, self.root if self.kind in ROOTED else None, self.op)
+        call = CollectiveCall(self.kind, roster, rank, self.root if self.kind in ROOTED else None, self.op, self.counts)
         addresses = array.data_ptr(), source.data_ptr()
         return CollectiveOperation(call, array, source, dtype, self.count, array.element_size(), CHUNK, addresses)
 
     def wanted(self, rank: int, contributing: Sequence[int] | None = None) -> torch.Tensor:
         who = range(self.size) if contributing is None else contributing
         reduced = functools.partial(expected, op=self.op)
-        return moved.wanted(self.kind, self.inputs, self.count, rank, self.root, who, reduced)
+        return moved.wanted(self.kind, self.inputs, self.count, rank, self.root, who, reduced, self.counts)
 
     def right(self, rank: int, contributing: Sequence[int] | None = None) -> bool:
         return self.kind == "barrier" or same(self.out[rank], self.wanted(rank, contributing))
+
+
+def uneven(counts: moved.Counts, **how: Any) -> Case:
+    """An alltoall of unequal parts."""
+    return Case("alltoall", len(counts), 0, counts=counts, **how)
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -111,13 +117,16 @@ def test_what_is_moved(size: int) -> None:
     """Of no element, one, one row, several lanes and several rows of a lane; mixed with all-reduces, whose counters go
     on."""
     chance = random.Random(seed())
+    kinds = [kind for kind in CALLS if kind != "barrier"]
     cases: list[Case | list[torch.Tensor]] = [
-        Case(kind, size, count, root=chance.randrange(size), in_place=in_place)
-        for kind in CALLS
-        for count, in_place in ((1, False), (200, False), (801, True))
-        if kind != "barrier" and not (kind == "alltoall" and in_place)
+        Case(kind, size, 801, root=chance.randrange(size), in_place=kind != "alltoall" and chance.random() < 0.5)
+        for kind in kinds
     ]
-    cases += [Case(kind, size, 0) for kind in CALLS]
+    cases += [Case(kind, size, chance.choice((1, 200)), root=size - 1) for kind in chance.sample(kinds, 4)]
+    cases += [Case(kind, size, 0) for kind in ("barrier", *chance.sample(kinds, 3))]
+    if size == 3:
+        cases += [uneven([[chance.choice((0, 1, 80, 200, 500)) for _ in range(3)] for _ in range(3)]) for _ in "12"]
+        cases += [uneven([[0, 0, 700], [0, 0, 0], [0, 0, 0]])]
     cases += [arrays(count, torch.float32, size) for count in (100, 1500)]
     chance.shuffle(cases)
     play(*cases, size=size)
@@ -129,6 +138,7 @@ def test_types_and_alignments(dtype: torch.dtype) -> None:
     cases = [
         Case(kind, 2, count, dtype=dtype, offset=offset) for kind in MOVING for count, offset in ((301, 3), (64, 0))
     ]
+    cases += [uneven([[64, 8], [0, 16]], dtype=dtype), uneven([[64, 7], [0, 300]], dtype=dtype, offset=1)]
     assert len({case.ops[0].width for case in cases}) > 1 or dtype == torch.float64
     ops = ("avg", "max") if dtype.is_floating_point else ("avg", "bxor")
     reduced = [Case(kind, 2, 133, dtype=dtype, op=op, offset=1) for kind in REDUCING for op in ops]
@@ -281,13 +291,16 @@ def check(case: Case, hosts: list[Host]) -> None:
             assert same(case.out[rank][here], case.wanted(rank, who)[here]), (rank, row, who)
 
 
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("kind", [*CALLS, "uneven"])
 def test_the_survivors_finish_the_op(kind: str) -> None:
     """One is killed at any moment."""
     chance = random.Random(seed())
     for size, in_place in ((2, chance.random() < 0.5), (3, kind != "alltoall")):
         count = 0 if kind == "barrier" else chance.choice((200, 1000))
-        case = Case(kind, size, count, root=chance.randrange(size), in_place=in_place and kind != "alltoall")
+        if kind == "uneven":
+            case = uneven([[chance.choice((0, 80, 500)) for _ in range(size)] for _ in range(size)])
+        else:
+            case = Case(kind, size, count, root=chance.randrange(size), in_place=in_place and kind != "alltoall")
         victim = chance.randrange(size)
 
         def some_time(ranks: list[Rank], processes: list[Any], victim: int = victim) -> None:
@@ -374,12 +387,21 @@ def test_without_its_root_a_call_moves_nothing_and_returns(kind: str) -> None:
     check(case, hosts)
 
 
+ROW = 320 // 4  # elements of a piece in a row, among three
+
+
 @pytest.mark.parametrize(
-    ("kind", "root", "fails"), [("gather", 1, False), ("gather", 2, True), ("scatter", 1, False), ("scatter", 0, True)]
+    ("make", "fails"),
+    [
+        *((functools.partial(Case, "gather", 3, 2 * ROW, root=root), root == 2) for root in (1, 2)),
+        *((functools.partial(Case, "scatter", 3, 2 * ROW, root=root), root == 0) for root in (0, 1)),
+        (functools.partial(uneven, [[0, 2 * ROW, ROW], [5, 0, 2 * ROW], [0, 2 * ROW, 0]]), False),
+        (functools.partial(uneven, [[0, 2 * ROW, ROW + 1], [5, 0, 2 * ROW], [0, 2 * ROW, 0]]), True),
+    ],
 )
-def test_only_data_that_somebody_still_needs_are_lost(kind: str, root: int, fails: bool) -> None:
+def test_only_data_that_somebody_still_needs_are_lost(make: Callable[[], Case], fails: bool) -> None:
     """0 is lost when 1 has taken what it takes of both rows, and 2 of the first one alone."""
-    case = Case(kind, 3, 2 * 320 // 4, root=root)
+    case = make()
     hosts = stopped(case, {0: ("stable", 1), 1: ("stable", 1), 2: ("await_flags", 1)}, victim=0)
     assert [isinstance(host.op.error, LostError) for host in hosts] == [fails, fails]
     check(case, hosts)
@@ -402,11 +424,15 @@ def test_parts_keep_those_who_contributed_to_them(kind: str, part: int) -> None:
         *(("allgather", 0, True), ("alltoall", 0, True), ("reduce_scatter", 0, False)),
         *(("broadcast", 0, True), ("broadcast", 1, False), ("scatter", 0, True), ("scatter", 1, False)),
         *(("gather", 0, False), ("gather", 1, True), ("reduce", 0, False), ("reduce", 1, False)),
+        *((((9, 0, 0), (1, 2, 300), (9, 9, 9)), 0, False), (((0, 0, 1), (1, 2, 300), (9, 9, 9)), 0, True)),
     ],
 )
-def test_an_op_that_was_not_begun_knows_by_itself_whether_data_are_lost(kind: str, root: int, lost: bool) -> None:
+def test_an_op_that_was_not_begun_knows_by_itself_whether_data_are_lost(
+    kind: str | moved.Counts, root: int, lost: bool
+) -> None:
     """Its launch was there before the view, which 0 is not in; it finds the same as the host does."""
-    ranks, case = group(3), Case(kind, 3, 700, root=root)
+    ranks = group(3)
+    case = Case(kind, 3, 700, root=root) if isinstance(kind, str) else uneven(kind)
     before = [x.clone() for x in case.out]
     for rank in ranks:
         rank.freeze()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ftcomm
-from ftcomm.errors import ArgumentError, LostError
+from ftcomm.errors import LostError
 from ftcomm.kernels.call_codes import KINDS
 from ftcomm.kernels.device.words import KIND
 
@@ -56,7 +56,7 @@ def fsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
 
 
 def every_call(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """All that move data or reduce for some, and what is refused."""
+    """All that move data or reduce for some."""
     counted = count_launches(group)
     me, size = group.rank, group.world_size
     x = torch.arange(6.0) + 10 * me
@@ -91,10 +91,12 @@ def every_call(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
         group.reduce(bits, root, "bxor")
         assert bits.tolist() == ([(1 << size) - 1, 7 * (size % 2)] if here else [1 << me, 7])
     uneven = [1] * (size - 1) + [2]
-    try:
-        group.alltoall(torch.empty(uneven[me] * size), torch.empty(size + 1), [uneven[me]] * size, uneven)
-    except ArgumentError as error:
-        notes.write(kind="refused", text=str(error))
+    z = torch.empty(uneven[me] * size, dtype=torch.int16)
+    x = (torch.arange(size + 1) + 100 * me).to(torch.int16)
+    work = group.alltoall(z, x, [uneven[me]] * size, uneven, async_op=True)
+    assert work.wait().tolist() == [100 * r + me + i for r in range(size) for i in range(uneven[me])]
+    spans = [(span.start, span.stop, span.replicas) for span in work.contributors]
+    assert spans == [(uneven[me] * r, uneven[me] * (r + 1), (group.members[r],)) for r in range(size)]
     work = group.allreduce(torch.ones(3), async_op=True)
     assert work.wait().tolist() == [size] * 3
     notes.write(kind="done", launches=counted)

@@ -136,29 +136,33 @@ def test_what_is_said_without_peer_access() -> None:
 
 
 @no_driver
-@pytest.mark.parametrize("kept", [0, 16])
-def test_a_kernel_can_be_loaded_without_touching_anything(kept: int) -> None:
+@pytest.mark.parametrize("second", [0, 16])
+@pytest.mark.parametrize("name", ["allreduce", "collective"])
+def test_a_kernel_can_be_loaded_without_touching_anything(name: str, second: int) -> None:
     """What CudaDevice launches first of every variant: OPEN says that all is over, so no other address is looked at."""
-    from ftcomm.kernels.device.allreduce import allreduce
+    from ftcomm.kernels.device.allreduce import allreduce, collective
 
     ctl, state, view = (np.zeros(size, np.int64) for size in (w.CTL_WORDS, w.STATE_WORDS, w.VIEW_WORDS))
     ctl[w.OPEN] = w.CLOSED
     before = [words.copy() for words in (ctl, state, view)]
     constants = {
-        **{"T": tl.float32, "OP": 0, "W": 2, "ALIGNED": True, "LANES": 4, "CHUNK": 1 << 16, "ONE_SHOT": 1 << 12},
+        **{"T": tl.float32, "OP": 0, "W": 2, "ALIGNED": True, "LANES": 4, "CHUNK": 1 << 16},
         **{"BLOCK": 1024, "COPIED": 1024, "THREADS": 32},
     }
+    kernel, own, rest = (allreduce, {"ONE_SHOT": 1 << 12}, ())
+    if name == "collective":
+        kernel, own, rest = collective, {"ROWS": 1}, (7, second)
     nowhere = 16  # an address that cannot be read
     addresses = [words.ctypes.data for words in (ctl, state, view)]
     for _ in range(2):
-        allreduce[(1,)](*addresses, nowhere, kept, 9, 100_000, 7, 0, 0, **constants)
+        kernel[(1,)](*addresses, nowhere, second, 9, 100_000, 7, 0, 0, *rest, **constants, **own)
     assert all((words == was).all() for words, was in zip((ctl, state, view), before, strict=True))
 
 
 SCALARS = """
-from ftcomm.kernels.device.allreduce import allreduce
+from ftcomm.kernels.device.allreduce import allreduce, collective
 
-for p in allreduce.params:
+for p in (*allreduce.params, *collective.params):
     assert p.is_constexpr or (p.annotation_type == "i64" and p.do_not_specialize), p.name
 print("done")
 """

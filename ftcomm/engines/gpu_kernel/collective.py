@@ -14,9 +14,10 @@ one of these is lost, what is left moves nothing, and the call returns.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ftcomm.collective.chunks import Contributors
@@ -47,9 +48,11 @@ def parts_of(kind: str, ranks: int, chunk: int) -> tuple[int, int]:
 
 class CollectiveOperation(KernelOperation):
     """Gives from `source` and takes into `array`, flat arrays of the device, which overlap only where one is this
-    rank's part of the other. `count` elements, of `size` bytes, of each rank; `addresses` of both arrays."""
+    rank's part of the other. `count` elements, of `size` bytes, of each rank, or as many as `call.counts` says, if they
+    are unequal; `addresses` of both arrays."""
 
     schedule: Schedule
+    table: Any = None  # `pieces` in memory of the device; whoever has made the op puts them there
 
     def __init__(
         self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int, chunk: int,
@@ -67,7 +70,9 @@ class CollectiveOperation(KernelOperation):
         self.max_sms = max_sms
         self.kind, self.roster, self.rank, self.root = kind, roster, call.rank, root
         self.source = source
-        self.piece = count * size
+        self.counts = call.counts if len({number for row in call.counts for number in row}) > 1 else ()
+        self.piece = size * max(map(max, self.counts), default=count)  # bytes of the longest
+        count = sum(map(sum, self.counts)) or count
         parts, self.part = parts_of(kind, len(roster), chunk)
         rows = max(1, -(-self.piece // self.part))
         nbytes = max(array.nbytes, source.nbytes)
@@ -79,9 +84,21 @@ class CollectiveOperation(KernelOperation):
         # How kernels see it
         self.who = who_of(roster, root)
         self.compared = self.call | KINDS.index(kind) << words.KIND
-        self.alignment = math.gcd(16, 0 if op and parts == 1 else self.piece, *addresses)
+        pieces = list(self._pieces())
+        lengths = [n * size for piece in pieces for n in piece[:4]] or [0 if op and parts == 1 else self.piece]
+        self.alignment = math.gcd(16, *lengths, *addresses)
         self.width = size if op else min(_WIDEST, self.alignment)
-        self.elements = self.piece // self.width
+        self.elements = -(-self.piece // self.width)
+        self.pieces = [n for *four, takers in pieces for n in (*(n * size // self.width for n in four), takers)]
+
+    def _pieces(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yields for each rank, if pieces have unequal lengths, where the piece for it begins and how long it is, the
+        same of the piece from it, and to which ranks it gives anything; in elements."""
+        at = to = 0
+        for rank, row in enumerate(self.counts):
+            given, taken = self.counts[self.rank][rank], row[self.rank]
+            yield at, given, to, taken, sum(1 << taker for taker, n in enumerate(row) if n)
+            at, to = at + given, to + taken
 
     # -- views -----------------------------------------------------------------------------------------------------
 
@@ -107,6 +124,8 @@ class CollectiveOperation(KernelOperation):
             return self.piece if giver == self.root else 0
         if self.kind == "gather":
             return self.piece if taker == self.root else 0
+        if self.counts:
+            return self.counts[giver][taker] * self.itemsize
         return self.piece if self.kind in ("allgather", "alltoall") else 0
 
     def _lost(self, lost: Sequence[int]) -> LostError:
@@ -136,7 +155,10 @@ class CollectiveOperation(KernelOperation):
         if self.kind in ("broadcast", "scatter"):
             return ((0, self.count, self._contributors()),)
         if not self.op:
-            return tuple((i * self.count, (i + 1) * self.count, (member,)) for i, member in enumerate(self.roster))
+            lengths = [row[self.rank] for row in self.counts] or [self.count] * len(self.roster)
+            ends = itertools.accumulate(lengths)
+            each = zip(lengths, ends, self.roster, strict=True)
+            return tuple((end - length, end, (member,)) for length, end, member in each if length)
         made: list[tuple[int, int, Contributors]] = []
         rows = self.part // self.itemsize
         for row, who in enumerate(self.finals):

@@ -148,7 +148,7 @@ class DeviceCore:
         if isinstance(op, CollectiveOperation):
             moved = collective_variant(op, device.layout, view)
             arrays, call = (op.array, op.elements), (op.compared, op.template)
-            launch = KernelLaunch(*arrays, *call, chunks, None, programs, moved, op.source, op.who)
+            launch = KernelLaunch(*arrays, *call, chunks, None, programs, moved, op.source, op.who, op.table)
         else:
             asked = variant(op, device.address(op.array), device.layout, view)
             launch = KernelLaunch(op.array, op.count, op.call, op.template, chunks, kept, programs, asked)

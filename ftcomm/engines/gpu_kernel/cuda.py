@@ -303,6 +303,9 @@ class CudaDevice:
     def duplicate(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
 
+    def words(self, words: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(words, dtype=torch.int64, device=self._device)
+
     def address(self, array: torch.Tensor) -> int:
         return int(array.data_ptr())
 
@@ -346,7 +349,7 @@ class CudaDevice:
         scalars = (
             *(self.address(launch.array), 0 if second is None else self.address(second)),
             *(launch.chunks, launch.count, launch.call, launch.template, _NO_DEADLINE),
-            *((launch.who,) if moves else ()),
+            *((launch.who, 0 if launch.pieces is None else self.address(launch.pieces)) if moves else ()),
         )
         try:
             if launch.chunks > len(self._table.words):
@@ -355,8 +358,9 @@ class CudaDevice:
             short = small(max(launch.array.nbytes, 0 if second is None else second.nbytes))
             kernel = _LOADED.get((self._index, launch.variant, short)) or self._load(launch.variant, short, scalars)
             launch.array.record_stream(stream)
-            if launch.source is not None:
-                launch.source.record_stream(stream)
+            for other in (launch.source, launch.pieces):
+                if other is not None:
+                    other.record_stream(stream)
             with self._context.pushed():
                 kernel.launch(launch.programs, stream, self._words.addresses + scalars)
             if self._captures is not None and stream is self._op:

@@ -52,6 +52,7 @@ class KernelLaunch:
         None  # of a collective: what this rank gives, as `array`; the array that has it is kept alive likewise
     )
     who: int = 0  # of a collective, see ftcomm.kernels.device.words
+    pieces: Any = None  # of a collective with unequal pieces: their table, which is kept alive likewise
 
 
 class Device(Protocol):
@@ -90,6 +91,9 @@ class Device(Protocol):
 
     def duplicate(self, array: Any) -> Any:
         """A copy of a flat array, in the order of the caller's current stream."""
+
+    def words(self, words: Sequence[int]) -> Any:
+        """A flat array with these 64-bit words, in the order of the caller's current stream, for which it may wait."""
 
     def address(self, array: Any) -> int:
         """Returns the address of the first element of a flat array."""

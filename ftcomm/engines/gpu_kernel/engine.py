@@ -88,17 +88,13 @@ class KernelEngine:
         self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int
     ) -> CollectiveOperation:
         device, chunk, most = self.device, self.device.layout.chunk, self._settings.max_sms
-        if len({number for row in call.counts for number in row}) > 1:
-            name = device.layout.engine
-            raise ArgumentError(
-                f"alltoall of parts that are not equal is not there with FTCOMM_ENGINE={name}; set "
-                f"FTCOMM_ENGINE=host or {name.replace('kernel', 'reduce')} on all ranks"
-            )
         array, source = (self.to_read(x).flat if x is NONE.flat else x for x in (array, source))
         if array is not source and self._overlap(array, source) and not self._in_place(call, array, source):
             source = device.duplicate(source)
         addresses = device.address(array), device.address(source)
-        return CollectiveOperation(call, array, source, dtype, count, size, chunk, addresses, most)
+        op = CollectiveOperation(call, array, source, dtype, count, size, chunk, addresses, most)
+        op.table = device.words(op.pieces) if op.pieces else None
+        return op
 
     def _in_place(self, call: CollectiveCall, array: Any, source: Any) -> bool:
         """Whether the smaller of both is this rank's part of the other, where it may be."""

@@ -111,6 +111,9 @@ class InterpretDevice:
     def duplicate(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
 
+    def words(self, words: Sequence[int]) -> np.ndarray:
+        return np.array(words, np.int64)
+
     def address(self, array: np.ndarray) -> int:
         return int(array.ctypes.data)
 
@@ -147,7 +150,7 @@ class InterpretDevice:
                 launch.call,
                 launch.template,
                 0,  # no deadline: the monitor watches
-                *((launch.who,) if moves else ()),
+                *((launch.who, 0 if launch.pieces is None else self.address(launch.pieces)) if moves else ()),
             )
             kernel = collective if moves else allreduce
             kernel[(launch.programs,)](
