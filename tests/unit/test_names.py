@@ -24,9 +24,9 @@ GONE = frozenset(_GONE.split())
 # How a docstring does not begin: it says what something is or does, not of what, by whom or when, and of what it speaks
 # before it says "it".
 _NO_MAIN_CLAUSE = """
-    After Again Also Among As At Before Beside Between Both By For From Here If In Into It Its Likewise Mostly Nobody
-    None Not Nothing Now Of On Once Only Over Same Since Still Such Than That Their Then There They Those Through To
-    Under Until Upon When Where While Who Whoever Whom Whose With Within Without
+    After Again Also Among As At Before Beside Between Both By For From Here How If In Into It Its Likewise Mostly
+    Nobody None Not Nothing Now Of On Once Only Over Same Since Still Such Than That Their Then There They Those
+    Through To Under Until Upon What Whatever When Where Which While Who Whoever Whom Whose Why With Within Without
 """
 NO_MAIN_CLAUSE = frozenset(_NO_MAIN_CLAUSE.split())
 # How a comment does not begin: with somebody whom only its author knows.
