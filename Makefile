@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready %/.compiled
-.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
+.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-pythons test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -49,6 +49,10 @@ test-hosts: setup ## jobs on hosts of their own, whose network fails again and a
 
 test-latest: setup-latest $(LATEST)/.compiled ## every test that depends on torch, on the newest
 	$(call RUN_TESTS,$(LATEST),$(ON_LATEST))
+
+PYTHONS := python3.10 python3.11 python3.12 python3.13 python3.14
+test-pythons: setup ## a job of NumPy arrays without torch on each Python that there is, with a kill (PYTHONS=/path/to/python3.14)
+	$(VENV)/bin/python -m tests.pythons build/pythons $(PYTHONS)
 
 # On both versions of torch, though one has failed; what the page says is then what was found.
 UPSTREAM := build/upstream

@@ -27,6 +27,7 @@ from ftcomm.launch.policy import State
 from ftcomm.launch.run import DRAINED, FINISHED
 
 Record = TypeVar("Record")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in the environment of ranks
 KEPT_LINES = 30  # of the ranks' output, for the error when a job fails
 PATIENCE = 60.0  # s that what an experiment waits for may take, before it gives up
 FOREVER = 1 << 40  # steps of ranks that run until the job is drained
@@ -143,7 +144,7 @@ def job_options(
     arguments: Sequence[str], replicas: int, *, env: Mapping[str, str] | None = None, **options: Any
 ) -> RunOptions:
     """Makes the options of a job whose ranks are `ftcomm.bench.rank` with these arguments; more are of `RunOptions`."""
-    env = {"OMP_NUM_THREADS": "1", **(env or {})}
+    env = {**ONE_THREAD, **(env or {})}
     args = tuple(arguments)
     return RunOptions(replicas=replicas, script="ftcomm.bench.rank", module=True, args=args, env=env, **options)
 

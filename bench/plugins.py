@@ -2,8 +2,8 @@
 
 Both train the same tiny model under the same launcher, in turn, so that nearly all of a step is the library:
 
-    plain     the library's own DDP between the ranks, over gloo
-    plug-in   ftcomm's integration, each rank a replica
+    plain     the library's own way between the ranks, over gloo: DDP, FSDP2, or the collectives of JAX
+    plug-in   ftcomm's integration, each rank a replica; with FSDP2 all ranks are one
     step      forward, backward and update of a transformer that exchanges nothing, as in `ftcomm bench process-group`
 
 The share is (plug-in - plain) / step. Times are of the processor, in all threads of a rank, so that what else the
@@ -12,7 +12,10 @@ machine does matters little; they contain what a rank spins while it waits for a
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import os
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -20,19 +23,21 @@ import click
 import msgspec
 
 from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, option
-from ftcomm.bench.job import Job, job_options, rank_arguments, tail, written_task
+from ftcomm.bench.job import KEPT_LINES, ONE_THREAD, Job, job_options, rank_arguments, tail, written_task
 from ftcomm.bench.plugin_rank import TRAINERS, WARM, PluginTask, Took, train
 from ftcomm.bench.process_group import MOST_PCT, ProcessGroupRequest, reference_step
 from ftcomm.bench.stats import median
-from ftcomm.errors import SettingsError
+from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.option_types import Several
+
+DRIVEN = 600.0  # s for a round whose ranks something else starts
 
 
 @dataclasses.dataclass(frozen=True)
 class PluginsRequest:
     """Time a step of each trainer, by the library alone and with ftcomm's integration, in turn.
 
-    A trainer whose library is not installed is left out.
+    A trainer whose library is not installed is left out. Ray starts processes of its own, which must come up in time.
     """
 
     trainers: tuple[str, ...] = option(
@@ -54,7 +59,9 @@ class PluginsRequest:
         if self.ranks < 2 or min(self.steps, self.rounds) < 1:
             raise SettingsError("--ranks has to be at least 2, -n and --rounds at least 1.")
         if not any(map(_there, self.trainers)):
-            raise SettingsError(f"none of {', '.join(self.trainers)} is installed: pip install 'ftcomm[hf,lightning]'")
+            raise SettingsError(
+                f"none of {', '.join(self.trainers)} is installed: pip install 'ftcomm[hf,jax,lightning,ray]'"
+            )
 
     def _reference(self) -> ProcessGroupRequest:
         return ProcessGroupRequest(self.width, self.layers)
@@ -81,7 +88,7 @@ class PluginCost(msgspec.Struct, frozen=True):
 
 
 def _there(trainer: str) -> bool:
-    return trainer == "steps" or find_spec(trainer) is not None
+    return find_spec(TRAINERS[trainer].library) is not None
 
 
 async def measure(request: PluginsRequest, report: BenchReport) -> None:
@@ -111,12 +118,39 @@ async def measure(request: PluginsRequest, report: BenchReport) -> None:
 
 async def _round(task: PluginTask) -> float:
     """Microseconds of the processor for a step, the mean of the ranks."""
+    trainer = TRAINERS[task.trainer]
     with written_task(task) as (task, path):
-        async with Job(job_options(rank_arguments(train, path), task.ranks, max_restarts=0)) as job:
-            await job.finish()
-            job.finished()
+        if trainer.driver is not None:
+            await _driven(rank_arguments(trainer.driver, path))
+        else:
+            replicas, ranks = (1, task.ranks) if task.plugin and trainer.one_replica else (task.ranks, 1)
+            options = job_options(rank_arguments(train, path), replicas, ranks_per_replica=ranks, max_restarts=0)
+            async with Job(options) as job:
+                await job.finish()
+                job.finished()
         took = tail(task.folder, task.ranks, Took).read()
+    if len(took) != task.ranks:
+        raise FtcommError(f"{len(took)} of {task.ranks} ranks have written down what a step of {task.trainer} took")
     return sum(each.step_us for each in took) / len(took)
+
+
+async def _driven(arguments: Sequence[str]) -> None:
+    """Run a process that starts the ranks. Raises `FtcommError`, with its last lines, if it fails or takes too long."""
+    command = [sys.executable, "-m", "ftcomm.bench.rank", *arguments]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env={**os.environ, **ONE_THREAD}
+    )
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), DRIVEN)
+    except asyncio.TimeoutError:
+        process.terminate()
+        await process.wait()
+        raise FtcommError(f"{arguments[0]} has not ended after {DRIVEN:.0f} s") from None
+    if process.returncode:
+        lines = said.decode(errors="replace").splitlines()[-KEPT_LINES:]
+        raise FtcommError(
+            f"{arguments[0]} failed (exit code {process.returncode}); its last lines:\n  " + "\n  ".join(lines)
+        )
 
 
 COLUMNS = (

@@ -368,8 +368,9 @@ def _plugins(result: Result) -> list[str]:
     request, costs = result.data["request"], result.data["costs"]
     lines = [
         f"The time of the processor that a step of a tiny model takes a rank, of {request['ranks']}: by the library "
-        f"alone, with its DDP over gloo, and with ftcomm's integration. Both take turns, {request['rounds']} rounds of "
-        f"{request['steps']} steps each. The share is of a step of the transformer of the section above.",
+        "alone, with its own DDP, FSDP2 or collectives over gloo, and with ftcomm's integration, in which each rank is "
+        f"a replica, and with FSDP2 all are one. Both take turns, {request['rounds']} rounds of {request['steps']} "
+        "steps each. The share is of a step of the transformer of the section above.",
         "",
         *_heading("trainer", "plain (us)", "plug-in (us)", "added (us)", "step (ms)", "of a step"),
     ]
