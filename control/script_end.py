@@ -44,7 +44,7 @@ class ScriptEnd(msgspec.Struct, frozen=True, array_like=True):
     def of_event(cls, event: Mapping[str, Any]) -> ScriptEnd | None:
         """Returns what an event says by `fields`. Raises `msgspec.ValidationError` if that is nothing such."""
         error, code = event.get("error", ""), event.get("code")
-        return msgspec.convert([error, code], cls) if error or code is not None else None
+        return msgspec.convert([error, code], ScriptEnd) if error or code is not None else None
 
     @property
     def fields(self) -> dict[str, object]:
