@@ -140,7 +140,7 @@ def stages() -> list[GpuStage]:
         module("warm", 100, "warm"),
         tests("two ranks", 60, "-x", allreduce, "-k", "2-float32"),
         tests("eight ranks", 110, allreduce, "-k", "not 2-float32"),
-        tests("collectives", 60, gpu("test_collectives_gpu.py")),
+        tests("collectives", 100, gpu("test_collectives_gpu.py")),
         module("bench all-reduce", 60, "bench_allreduce"),
         jobs("eight processes", 90, processes, "-k", by_ipc),
         jobs("one of eight killed", 90, processes, "-k", one_kill),

@@ -144,6 +144,15 @@ def gather_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
             said["collected"] = True
         except LostError:
             said["collected"] = "lost"
+        counts = [[4000 * (1 + (i + j) % 2) for j in range(size)] for i in range(size)]
+        came = [row[me] for row in counts]
+        taken, own = torch.empty(sum(came)), torch.full((sum(counts[me]),), float(group.replica))
+        try:
+            group.alltoall(taken, own, came, counts[me])
+            assert [sorted({*part.tolist()}) for part in taken.split(came)] == [[float(r)] for r in group.roster]
+            said["exchanged"] = True
+        except LostError:
+            said["exchanged"] = "lost"
         for root in (0, size // 2):
             ones = torch.full((count,), 2.0**group.replica)
             work = group.reduce(ones, root, async_op=True)
