@@ -163,7 +163,7 @@ def _lightning(task: PluginTask, model: Tiny) -> None:
 
 
 def _lightning_fsdp2(task: PluginTask, model: Tiny) -> None:
-    """Both shard over all ranks, which are one replica."""
+    """Shards over all ranks, which are one replica, with the plug-in and without it."""
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -305,7 +305,7 @@ def _ray(task: PluginTask, model: Tiny) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BenchTrainer:
-    """How to train by a `library`, as each rank. `driver` starts the ranks; None: the launcher, with or without the
+    """A way to train by a `library`, as each rank. `driver` starts the ranks; None: the launcher, with or without the
     integration. In `one_replica` are all ranks that the integration has, otherwise each is one."""
 
     library: str
