@@ -42,7 +42,7 @@ from ftcomm.control.reconfiguration import Proposal
 from ftcomm.control.removals import Removals
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.suspects import Suspects
-from ftcomm.control.suspicion import Accusation, Life, Outcome, Probe
+from ftcomm.control.suspicion import Accusation, Life, Probe, ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank, Unstarted
 from ftcomm.control.views import Address, View
@@ -198,7 +198,7 @@ class Coordinator:
     def disconnected(self, conn: Conn, now: float) -> list[Action]:
         return self._suspects.disconnected(conn, now)
 
-    def probed(self, probe: Probe, outcome: Outcome, now: float) -> list[Action]:
+    def probed(self, probe: Probe, outcome: ProbeOutcome, now: float) -> list[Action]:
         """Take the outcome of a `Probe`."""
         return self._suspects.probed(probe, outcome, now)
 

@@ -25,7 +25,7 @@ from typing import Any
 from ftcomm.control import handshake, wire
 from ftcomm.control.links import connected
 from ftcomm.control.liveness import is_ending, ports, processes, unanswered
-from ftcomm.control.suspicion import Life, Outcome, Probe
+from ftcomm.control.suspicion import Life, Probe, ProbeOutcome
 from ftcomm.control.views import Address
 
 KERNEL = 1.0  # s for the kernel there to answer
@@ -40,7 +40,7 @@ class Knock:
     ) -> None:
         loop = asyncio.get_running_loop()
         self._there = there
-        self._found: asyncio.Future[Outcome] = loop.create_future()
+        self._found: asyncio.Future[ProbeOutcome] = loop.create_future()
         self._taken: asyncio.Future[None] = loop.create_future()
         self._sock: socket.socket | None = None
         self._pidfd = -1
@@ -48,16 +48,16 @@ class Knock:
         if there.processes == processes():  # the kernel of this host tells its end
             try:
                 self._pidfd = os.pidfd_open(there.pid)
-                loop.add_reader(self._pidfd, self._tell, "ended")
+                loop.add_reader(self._pidfd, self._tell, ProbeOutcome.ENDED)
             except OSError as error:
                 if isinstance(error, ProcessLookupError):
-                    self._tell("ended")
+                    self._tell(ProbeOutcome.ENDED)
 
-    async def outcome(self, patience: float) -> Outcome:
+    async def outcome(self, patience: float) -> ProbeOutcome:
         """Wait for the outcome, for `patience` seconds from when a kernel has taken the connection. May be called
         again."""
         if is_ending(self._there):
-            self._tell("ended")
+            self._tell(ProbeOutcome.ENDED)
         either: set[asyncio.Future[Any]] = {self._found, self._taken}
         if not self._found.done():  # a wait would take a turn of the loop in any case
             await asyncio.wait(either, timeout=KERNEL, return_when=asyncio.FIRST_COMPLETED)
@@ -66,7 +66,7 @@ class Knock:
         if self._found.done():
             return self._found.result()
         seconds = None if self._sock is None else unanswered(self._sock)
-        return "unreachable" if seconds is None or seconds > KERNEL else "mute"
+        return ProbeOutcome.UNREACHABLE if seconds is None or seconds > KERNEL else ProbeOutcome.MUTE
 
     @property
     def over(self) -> bool:
@@ -77,11 +77,11 @@ class Knock:
         self._task.cancel()
         self._unwatch()
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: ProbeOutcome) -> None:
         self._unwatch()
         if not self._found.done():
-            failed = outcome in ("refused", "unreachable")  # the process may have begun to end
-            self._found.set_result("ended" if failed and is_ending(self._there) else outcome)
+            failed = outcome in (ProbeOutcome.REFUSED, ProbeOutcome.UNREACHABLE)  # the process may have begun to end
+            self._found.set_result(ProbeOutcome.ENDED if failed and is_ending(self._there) else outcome)
 
     def _unwatch(self) -> None:
         if self._pidfd >= 0:
@@ -95,18 +95,19 @@ class Knock:
             self._sock = await connected((there.host, there.port), KERNEL)
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
-            self._tell(("ended" if _alone(there) else "refused") if refused else "unreachable")
+            refusal = ProbeOutcome.ENDED if _alone(there) else ProbeOutcome.REFUSED
+            self._tell(refusal if refused else ProbeOutcome.UNREACHABLE)
             return
         try:
             ask_often(self._sock)
             self._taken.set_result(None)
             steps = handshake.client(credentials, purpose, fields, there, handshake.place(self._sock.getpeername))
             await wire.handshake(self._sock, steps, wire.KERNEL, on_mute=lambda: None)
-            self._tell("answered")
+            self._tell(ProbeOutcome.ANSWERED)
         except handshake.Elsewhere:
-            self._tell("ended")
+            self._tell(ProbeOutcome.ENDED)
         except OSError:
-            self._tell("unreachable")
+            self._tell(ProbeOutcome.UNREACHABLE)
         finally:
             self._sock.close()
 
@@ -122,14 +123,14 @@ class Knocks:
         self._credentials = credentials
         self._knocks: dict[Probe, Knock] = {}
 
-    async def outcome(self, probe: Probe, purpose: str, fields: handshake.Fields, patience: float) -> Outcome:
+    async def outcome(self, probe: Probe, purpose: str, fields: handshake.Fields, patience: float) -> ProbeOutcome:
         """Knock for `probe`, or ask the knock that is under way. See `Knock.outcome`."""
         question = dataclasses.replace(probe, call=False)
         knock = self._knocks.get(question)
         if knock is None or knock.over:
             knock = self._knocks[question] = Knock(probe.address, self._credentials, purpose, fields)
         outcome = await knock.outcome(patience)
-        if outcome != "mute" and self._knocks.get(question) is knock:
+        if outcome is not ProbeOutcome.MUTE and self._knocks.get(question) is knock:
             del self._knocks[question]
             knock.close()
         return outcome

@@ -14,6 +14,7 @@ from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import Told, serve_messages
 from ftcomm.control.sealed import Channel
+from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.upward_link import UpwardLink
@@ -133,14 +134,16 @@ class LeaderDriver:
                 now = time.monotonic()
                 if shard in self.ranks:
                     return
-                if outcome == "ended":
+                if outcome is ProbeOutcome.ENDED:
                     self._do(self.node.rank_lost, shard, why)
                     return
-                if outcome == "refused":
+                if outcome is ProbeOutcome.REFUSED:
                     self._do(self.node.rank_refused, shard, why)
-                elif outcome == "answered" or (outcome == "mute" and now - begun < self._timeouts.op):
+                elif outcome is ProbeOutcome.ANSWERED or (
+                    outcome is ProbeOutcome.MUTE and now - begun < self._timeouts.op
+                ):
                     self._do(self.node.rank_acknowledged, shard, now)
-                if outcome != "mute":
+                if outcome is not ProbeOutcome.MUTE:
                     knock.close()
                     knock = None
                 await asyncio.sleep(self._timeouts.beat)

@@ -7,7 +7,7 @@ from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Action, Close, Conn, Log
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.lost_members import LostMembers
-from ftcomm.control.suspicion import Accusation, Conclusion, Life, Outcome, Probe, Why
+from ftcomm.control.suspicion import Accusation, Conclusion, Life, Probe, ProbeOutcome, Why
 
 
 class Suspects:
@@ -42,7 +42,7 @@ class Suspects:
             return self._changes.forget(replica)
         return []
 
-    def probed(self, probe: Probe, outcome: Outcome, now: float) -> list[Action]:
+    def probed(self, probe: Probe, outcome: ProbeOutcome, now: float) -> list[Action]:
         """Take the outcome of a `Probe`."""
         known = self._known
         replica, life = probe.life[0], probe.life

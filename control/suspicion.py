@@ -19,12 +19,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.views import Address, Member
 
-Outcome = Literal["answered", "mute", "ended", "refused", "unreachable"]
 Life = tuple[int, str]  # (replica, incarnation)
 
 PAUSE = 1.0  # s between two probes of the same process; less in the beginning
@@ -37,6 +36,16 @@ class Why(enum.Enum):
     SEVERED = "severed"
     WITNESS = "witness"
     AGAIN = "again"
+
+
+class ProbeOutcome(enum.Enum):
+    """What a knock has found; `ftcomm.control.knock` says what each means."""
+
+    ANSWERED = "answered"
+    MUTE = "mute"
+    ENDED = "ended"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +91,7 @@ class _Search:
     probing: bool = True
     mute: float | None = None  # since when the port has been mute
     refused: float | None = None  # since when it has refused without a break
-    found: Outcome | None = None  # the last outcome
+    found: ProbeOutcome | None = None  # the last outcome
 
 
 @dataclasses.dataclass
@@ -130,9 +139,9 @@ class Suspicions:
         """Whether the port of a process leaves it possible that it lives: it answers, is mute for no longer than
         `patience`, or was not probed yet since it fell silent."""
         search = self._searches.get(life)
-        if search is None or search.found is None or search.found == "answered":
+        if search is None or search.found is None or search.found is ProbeOutcome.ANSWERED:
             return True
-        return search.found == "mute" and now - (search.mute or now) <= self._patience
+        return search.found is ProbeOutcome.MUTE and now - (search.mute or now) <= self._patience
 
     def took(self, life: Life) -> bool:
         """Whether the port of a process has taken a connection from here, so that a refusal counts."""
@@ -194,7 +203,7 @@ class Suspicions:
 
     # -- what is found -----------------------------------------------------------------------------------------------
 
-    def probed(self, probe: Probe, outcome: Outcome, now: float) -> Conclusion | Accusation | Probe:
+    def probed(self, probe: Probe, outcome: ProbeOutcome, now: float) -> Conclusion | Accusation | Probe:
         """Returns what follows from the `outcome` of a probe: a conclusion, an accusation to decide on, or the next
         probe."""
         key = probe.life, probe.shard
@@ -203,40 +212,43 @@ class Suspicions:
         if probe.why is Why.ACCUSED:
             self._asked.pop(key, None)
             accusation = self._accused.get(key)
-            return Conclusion.NOTHING if accusation is None else accusation._replace(refuted=outcome == "answered")
+            refuted = outcome is ProbeOutcome.ANSWERED
+            return Conclusion.NOTHING if accusation is None else accusation._replace(refuted=refuted)
         if probe.why is Why.SEVERED:
             self._severed.discard(key)
-            return Conclusion.LIVES if outcome == "answered" else Conclusion.NOTHING
+            return Conclusion.LIVES if outcome is ProbeOutcome.ANSWERED else Conclusion.NOTHING
         refusal = self._refusals.get(key)
         if refusal is None:
             return Conclusion.NOTHING
         if probe.why is Why.WITNESS:
-            taken = outcome in ("answered", "mute")
+            taken = outcome in (ProbeOutcome.ANSWERED, ProbeOutcome.MUTE)
             return dataclasses.replace(probe, why=Why.AGAIN, address=refusal.address) if taken else Conclusion.NOTHING
-        return {"ended": Conclusion.ENDED, "refused": Conclusion.GONE}.get(outcome, Conclusion.NOTHING)
+        if outcome is ProbeOutcome.ENDED:
+            return Conclusion.ENDED
+        return Conclusion.GONE if outcome is ProbeOutcome.REFUSED else Conclusion.NOTHING
 
-    def _searched(self, life: Life, outcome: Outcome, now: float) -> Conclusion:
-        if outcome in ("answered", "mute"):
+    def _searched(self, life: Life, outcome: ProbeOutcome, now: float) -> Conclusion:
+        if outcome in (ProbeOutcome.ANSWERED, ProbeOutcome.MUTE):
             self._took.add(life)
-        if outcome != "refused":
+        if outcome is not ProbeOutcome.REFUSED:
             self._refusals.pop((life, 0), None)
         search = self._searches.get(life)
         if search is None:
-            return Conclusion.LIVES if outcome == "answered" else Conclusion.NOTHING
+            return Conclusion.LIVES if outcome is ProbeOutcome.ANSWERED else Conclusion.NOTHING
         search.probing, search.found = False, outcome
-        if outcome != "refused":
+        if outcome is not ProbeOutcome.REFUSED:
             search.refused = None
-        if outcome == "answered":
+        if outcome is ProbeOutcome.ANSWERED:
             search.mute = None
             return Conclusion.LIVES
-        if outcome == "mute":
+        if outcome is ProbeOutcome.MUTE:
             search.mute = now if search.mute is None else search.mute
             return Conclusion.LIVES if now - search.mute <= self._patience else Conclusion.NOTHING
-        if outcome == "refused":
+        if outcome is ProbeOutcome.REFUSED:
             search.refused = now if search.refused is None else search.refused
             means = life in self._took or now - search.refused >= self._patience
             return Conclusion.REFUSED if means else Conclusion.NOTHING
-        return Conclusion.ENDED if outcome == "ended" else Conclusion.NOTHING
+        return Conclusion.ENDED if outcome is ProbeOutcome.ENDED else Conclusion.NOTHING
 
     # -- who is known ------------------------------------------------------------------------------------------------
 

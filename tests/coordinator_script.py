@@ -10,7 +10,7 @@ from typing import Any
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Action, Done, Persist, Send, Unfit
-from ftcomm.control.suspicion import Outcome, Probe, Why
+from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, View
 
@@ -35,7 +35,7 @@ class Script:
         self.sent: dict[int, list[m.Message]] = collections.defaultdict(list)
         self.done: list[str] = []
         self.unfit: list[str] = []
-        self.outcomes: dict[str, Outcome] = {}  # of a probe, by the life that it is to; else it is answered
+        self.outcomes: dict[str, ProbeOutcome] = {}  # of a probe, by the life that it is to; else it is answered
         self.probed: list[Probe] = []
         self.answers: set[str] = set()  # lives that do when they are asked
         for replica in range(replicas):
@@ -63,10 +63,10 @@ class Script:
                 self.probed.append(action)
                 life = action.life[1]
                 if action.why in (Why.ACCUSED, Why.SEVERED):
-                    outcome: Outcome = "answered" if life in self.answers else "unreachable"
+                    outcome = ProbeOutcome.ANSWERED if life in self.answers else ProbeOutcome.UNREACHABLE
                 else:
                     at = self.at(action.address) if action.why is Why.WITNESS else life
-                    outcome = self.outcomes.get(at, "answered")
+                    outcome = self.outcomes.get(at, ProbeOutcome.ANSWERED)
                 self.do(self.coordinator.probed(action, outcome, self.now))
 
     @property
@@ -104,8 +104,8 @@ class Script:
             prepare = next(message for message in reversed(self.sent[conn]) if isinstance(message, m.Prepare))
             self.tell(conn, m.Promise(prepare.proposal, True, step=0))
 
-    def lose(self, conn: int, outcome: Outcome = "refused") -> None:
-        """Its process ends: nobody listens there any more, as its host says, or ("ended") our own kernel."""
+    def lose(self, conn: int, outcome: ProbeOutcome = ProbeOutcome.REFUSED) -> None:
+        """Its process ends: nobody listens there any more, as its host says, or (`ENDED`) our own kernel."""
         self.outcomes[f"life-{conn}"] = outcome
         self.do(self.coordinator.disconnected(conn, now=1.0))
 
@@ -155,7 +155,7 @@ def two_that_catch_up() -> Script:
     script.rejoin(1, [0])
     script.rejoin(2, [0, 11])
     script.restart()
-    script.outcomes = dict.fromkeys(("life-0", "life-11", "life-12"), "unreachable")
+    script.outcomes = dict.fromkeys(("life-0", "life-11", "life-12"), ProbeOutcome.UNREACHABLE)
     return script
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ftcomm.control.blame import Removal
 from ftcomm.control.script_end import ScriptEnd
 
 
@@ -118,9 +119,9 @@ def classify(evidence: Evidence) -> InterruptionCause:
 
 def _removed(evidence: Evidence) -> InterruptionCause:
     detail = evidence.reason[:_DETAIL]
-    if evidence.removal == "stall":
+    if evidence.removal == Removal.STALL.value:
         return InterruptionCause(Kind.STALL, detail or "others waited for it", "Watchdog timeout", "Unknown")
-    if evidence.removal == "unreachable":
+    if evidence.removal == Removal.UNREACHABLE.value:
         return InterruptionCause(Kind.NETWORK, detail or "could not be reached", "Network switch or cable", "Network")
     return InterruptionCause(Kind.HOST_LOST, detail or "was not heard", "Host lost", "Host")
 

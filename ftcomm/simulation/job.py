@@ -10,7 +10,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control.blame import Removal
-from ftcomm.control.suspicion import Outcome, Probe, Why
+from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import View
@@ -67,7 +67,7 @@ class SimulatedCoordinator(Process):
             connection.send(1, m.Ping())
         self.do(self.machine.tick(self.clock()))
 
-    def _probed(self, probe: Probe, outcome: Outcome) -> None:
+    def _probed(self, probe: Probe, outcome: ProbeOutcome) -> None:
         self.do(self.machine.probed(probe, outcome, self.clock()))
 
     def do(self, actions: list[ca.Action]) -> None:

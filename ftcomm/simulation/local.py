@@ -16,7 +16,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control.leader import ToCoordinator
-from ftcomm.control.suspicion import Probe, Why
+from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import View
 from ftcomm.errors import FtcommError
@@ -279,9 +279,9 @@ class Coordination:
         while actions:
             action = actions.popleft()
             if isinstance(action, Probe) and action.why is Why.ACCUSED:  # an error: the accused is cut off
-                actions.extendleft(reversed(live.probed(action, "unreachable", 0.0)))
+                actions.extendleft(reversed(live.probed(action, ProbeOutcome.UNREACHABLE, 0.0)))
             elif isinstance(action, Probe) and action.why is Why.SEVERED:
-                actions.extendleft(reversed(live.probed(action, "answered", 0.0)))
+                actions.extendleft(reversed(live.probed(action, ProbeOutcome.ANSWERED, 0.0)))
             elif isinstance(action, ca.Send):
                 sent.append((action.conn, action.message))
             elif isinstance(action, ca.Persist):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ftcomm.control import messages as m
-from ftcomm.control.suspicion import Outcome
+from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.view_differences import ViewsReceived, ViewsSent
 from ftcomm.simulation.mirror import NoConnection, TinySocket
 from ftcomm.simulation.world import Process, World
@@ -300,12 +300,14 @@ class SimulatedNetwork:
             return False
         return (target.alive and target.frozen) or target in self._survived
 
-    def knock(self, dialler: Process, port: int, tell: Callable[[Outcome], object], *, patient: bool = False) -> None:
+    def knock(
+        self, dialler: Process, port: int, tell: Callable[[ProbeOutcome], object], *, patient: bool = False
+    ) -> None:
         """Does what `ftcomm.control.knock` does: `tell` what is found at that port. `patient`: its process has
         `knock_timeout` to answer."""
-        told: list[Outcome] = []
+        told: list[ProbeOutcome] = []
 
-        def found(outcome: Outcome) -> None:
+        def found(outcome: ProbeOutcome) -> None:
             if not told:
                 told.append(outcome)
                 tell(outcome)
@@ -314,18 +316,20 @@ class SimulatedNetwork:
         way = (dialler.host, target.host)
         trip, late = 2 * self.conditions.latency, self.conditions.knock_timeout
         if self._rejected(way):
-            self.world.after(trip, dialler, found, "refused")
+            self.world.after(trip, dialler, found, ProbeOutcome.REFUSED)
         elif way in self.blocked or way[::-1] in self.blocked or target in self.dark:
-            self.world.after(late, dialler, found, "unreachable")
+            self.world.after(late, dialler, found, ProbeOutcome.UNREACHABLE)
         elif not target.alive and way[0] == way[1]:  # its kernel knows the process, whoever has its port
-            self.world.after(trip, dialler, found, "ended")
+            self.world.after(trip, dialler, found, ProbeOutcome.ENDED)
         elif target.alive or target in self._survived:
-            self.world.after(late if patient else 2 * trip, dialler, found, "mute")
+            self.world.after(late if patient else 2 * trip, dialler, found, ProbeOutcome.MUTE)
             if target.alive:
-                answer = functools.partial(self.world.after, self.conditions.latency, dialler, found, "answered")
+                answer = functools.partial(
+                    self.world.after, self.conditions.latency, dialler, found, ProbeOutcome.ANSWERED
+                )
                 self.world.after(self.conditions.latency, target, answer)
         else:
-            self.world.after(trip, dialler, found, "refused")
+            self.world.after(trip, dialler, found, ProbeOutcome.REFUSED)
 
     def astray(self, connection: SimulatedConnection, end: int, message: Any) -> None:
         """A copy of a message comes some time later, out of order."""

@@ -26,6 +26,7 @@ from ftcomm.control.failed_dials import Cause
 from ftcomm.control.joined import Action, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import Address, Member, View
@@ -223,15 +224,17 @@ class Rank(Process):
             self.do(leader.rank_lost(shard, why))
             return
 
-        def told(outcome: str) -> None:
+        def told(outcome: ProbeOutcome) -> None:
             if shard in self._ranks or self._up is None:
                 return
-            if outcome == "ended":
+            if outcome is ProbeOutcome.ENDED:
                 self.do(leader.rank_lost(shard, why))
                 return
-            if outcome == "refused":
+            if outcome is ProbeOutcome.REFUSED:
                 self.do(leader.rank_refused(shard, why))
-            if outcome == "answered" or (outcome == "mute" and self.clock() - begun < self.timeouts.op):
+            if outcome is ProbeOutcome.ANSWERED or (
+                outcome is ProbeOutcome.MUTE and self.clock() - begun < self.timeouts.op
+            ):
                 self.do(leader.rank_acknowledged(shard, self.clock()))
             self.after(self.timeouts.beat, self._seek, leader, shard, why, begun)
 

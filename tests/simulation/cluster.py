@@ -20,7 +20,7 @@ from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
-from ftcomm.control.suspicion import Probe
+from ftcomm.control.suspicion import Probe, ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
@@ -295,7 +295,7 @@ class Cluster:
         if by is self.coordinator:
             replica = self.replicas[probe.life[0]]
             alive = replica.alive and replica.incarnation == probe.life[1]
-            self._do_coordinator(by.probed(probe, "answered" if alive else "ended", self.now))
+            self._do_coordinator(by.probed(probe, ProbeOutcome.ANSWERED if alive else ProbeOutcome.ENDED, self.now))
 
     def _to_leader(self, replica: Replica, message: m.Message) -> Callable[[], None]:
         def deliver() -> None:

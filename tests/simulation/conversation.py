@@ -35,7 +35,7 @@ from ftcomm.control import rank_node as n
 from ftcomm.control.joined import Action, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.suspicion import Outcome, Probe, Why
+from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Member, View
 
@@ -115,7 +115,7 @@ class Conversation:
         self._lines: list[Line] = []
         self._said_at = 0.0
         self._mute: dict[str, str] = {}
-        self._found: dict[str, str] = {}  # life -> what the coordinator found at its port last
+        self._found: dict[str, ProbeOutcome] = {}  # life -> what the coordinator found at its port last
 
     # -- what is said ----------------------------------------------------------------------------------------------
 
@@ -434,25 +434,28 @@ class Conversation:
         """What the coordinator finds at the port of a rank."""
         machine = self.coordinator
         rank = next(x for ranks in self.lives.values() for x in ranks if x.address == probe.address)
-        outcome: Outcome = "unreachable"
+        outcome = ProbeOutcome.UNREACHABLE
         if self._open(self._place(rank), self.at):
-            outcome = ("answered" if rank.runs else "mute") if rank.alive else "refused"
+            lives = ProbeOutcome.ANSWERED if rank.runs else ProbeOutcome.MUTE
+            outcome = lives if rank.alive else ProbeOutcome.REFUSED
 
         def told() -> None:
             if machine is None or machine is not self.coordinator:
                 return
             if probe.why is Why.ACCUSED:
-                self.say(self.at, f"asks {rank.name}: {'it answers' if outcome == 'answered' else 'no answer'}")
+                self.say(
+                    self.at, f"asks {rank.name}: {'it answers' if outcome is ProbeOutcome.ANSWERED else 'no answer'}"
+                )
             elif probe.why is Why.SEARCH and self._found.get(rank.life) != outcome:
                 self._found[rank.life] = outcome
-                self.say(self.at, f"dials {rank.life}: {outcome}")
+                self.say(self.at, f"dials {rank.life}: {outcome.value}")
             self._do_coordinator(machine.probed(probe, outcome, self.now))
-            if outcome == "answered" and probe.call:
+            if outcome is ProbeOutcome.ANSWERED and probe.call:
                 self.say(self.at, "tells it where the coordinator is", rank.name)
                 rank.conn = None
                 self._link_up(rank)
 
-        if outcome == "unreachable" or (outcome == "mute" and probe.why is Why.ACCUSED):
+        if outcome is ProbeOutcome.UNREACHABLE or (outcome is ProbeOutcome.MUTE and probe.why is Why.ACCUSED):
             self._later.append((self.now + DIAL, told))
         else:
             self._post(self.at, self.at, told)

@@ -12,7 +12,7 @@ from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Log, Persist, Send
 from ftcomm.control.limits import EPOCHS
 from ftcomm.control.script_end import ScriptEnd
-from ftcomm.control.suspicion import PAUSE, Probe, Why
+from ftcomm.control.suspicion import PAUSE, Probe, ProbeOutcome, Why
 from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import (
     CHAIN,
@@ -45,7 +45,7 @@ def test_a_proof_by_another_member_costs_nobody_who_answers() -> None:
     actions = script.coordinator.receive(0, ended, now=1.0)
     ask = next(action for action in actions if isinstance(action, Probe))
     assert not script.coordinator.receive(0, ended, now=1.0), "one dial at a time is enough"
-    told = script.coordinator.probed(ask, "answered", 1.0)
+    told = script.coordinator.probed(ask, ProbeOutcome.ANSWERED, 1.0)
     assert [action.kind for action in told if isinstance(action, Log)] == ["not_removed"]
     assert script.newest[0] == (0, 1, 2)
     script.wait(0, 1, 2)
@@ -67,8 +67,8 @@ def test_it_is_the_rank_that_was_proved_to_have_ended_that_is_asked() -> None:
     for rank in (0, 2):  # another one is another question; one that there is not is none
         actions = coordinator.receive(0, m.Suspect(1, "life-1", "its process has ended", True, rank), now=1.0)
         assert sum(isinstance(action, Probe) for action in actions) == (rank == 0)
-    assert any(isinstance(action, Persist) for action in coordinator.probed(asked, "mute", 1.0))
-    assert not coordinator.probed(dataclasses.replace(asked, shard=0), "mute", 1.0), "it has gone by now"
+    assert any(isinstance(action, Persist) for action in coordinator.probed(asked, ProbeOutcome.MUTE, 1.0))
+    assert not coordinator.probed(dataclasses.replace(asked, shard=0), ProbeOutcome.MUTE, 1.0), "it has gone by now"
 
 
 @pytest.mark.parametrize("giver", ["lives", "is gone", "has ended"])
@@ -96,7 +96,7 @@ def test_the_reason_of_a_loss_is_the_proof_that_came_before_it_could_be_decided_
     looked at first; and if that takes longer than an op, the silence is enough."""
     script = Script(2)
     script.restart()
-    script.outcomes["life-1"] = "unreachable"
+    script.outcomes["life-1"] = ProbeOutcome.UNREACHABLE
     script.join(0, epoch=1)
     script.tell(0, m.Suspect(1, "life-1", "its process 7 ended", True))
     for second in range(1, int(TIMEOUTS.op + 3 * TIMEOUTS.heartbeat)):
@@ -128,13 +128,13 @@ def test_what_a_launcher_has_seen_is_kept_until_it_can_be_decided_on() -> None:
 def test_who_has_a_port_and_says_nothing_is_a_sign_of_life_for_as_long_as_an_op_may_take() -> None:
     """It may hold its interpreter, or have ended, and another process listen there that is not of the job."""
     script = Script(3)
-    script.outcomes["life-2"] = "mute"
+    script.outcomes["life-2"] = ProbeOutcome.MUTE
     script.cut(2)
     pass_time(script, TIMEOUTS.op / TIMEOUTS.heartbeat - 1, speak=[0, 1], accuse=[(0, 2)])
     assert len(script.views) == 1
-    script.outcomes["life-2"] = "unreachable"  # it hangs up now and then: that is no answer
+    script.outcomes["life-2"] = ProbeOutcome.UNREACHABLE  # it hangs up now and then: that is no answer
     pass_time(script, 0.5, speak=[0, 1])
-    script.outcomes["life-2"] = "mute"
+    script.outcomes["life-2"] = ProbeOutcome.MUTE
     pass_time(script, 2.5, speak=[0, 1], accuse=[(0, 2)])
     assert script.newest[0] == (0, 1)
 
@@ -156,7 +156,7 @@ def test_one_that_has_caught_up_carries_the_job_on_alone() -> None:
 
 def test_without_anybody_who_holds_the_state_the_job_has_failed() -> None:
     script = catching_up(2, 1)
-    script.lose(0, "ended")
+    script.lose(0, ProbeOutcome.ENDED)
     assert "no replica that holds the state" in script.done[0]
 
 
@@ -301,7 +301,7 @@ def test_one_that_does_not_come_again_though_it_listens_stays_and_is_told_where_
     dials = len(script.dialled)
     pass_time(script, 3.0, speak=[0])
     assert len(script.dialled) - dials <= 3 * TIMEOUTS.heartbeat / PAUSE  # a stopped process has to take them all in
-    script.outcomes["life-1"] = "refused"
+    script.outcomes["life-1"] = ProbeOutcome.REFUSED
     pass_time(script, 0.2, speak=[0])
     assert script.newest == ((0,), {0})
 
@@ -311,7 +311,7 @@ def test_who_hears_nobody_is_cut_off_itself(connected: bool) -> None:
     """For three heartbeats, then all are heard again: the view is what it was, and all have time to show up."""
     script = Script(3)
     logs: list[str] = []
-    script.outcomes = dict.fromkeys(("life-0", "life-1", "life-2"), "unreachable")
+    script.outcomes = dict.fromkeys(("life-0", "life-1", "life-2"), ProbeOutcome.UNREACHABLE)
     for conn in () if connected else range(3):
         script.cut(conn)
     do = script.do
@@ -332,7 +332,7 @@ def test_who_hears_nobody_is_cut_off_itself(connected: bool) -> None:
 
 def test_one_that_is_silent_to_the_coordinator_alone_stays() -> None:
     script = Script(3)
-    script.outcomes["life-2"] = "unreachable"
+    script.outcomes["life-2"] = ProbeOutcome.UNREACHABLE
     pass_time(script, 3.0, speak=[0, 1])
     assert len(script.views) == 1
     pass_time(script, 0.1, speak=[0, 1], accuse=[(1, 2)])
@@ -355,7 +355,7 @@ def test_all_that_hold_their_interpreters_at_once_stay() -> None:
 def test_who_only_catches_up_removes_nobody_that_is_silent() -> None:
     """It is the network of those two that may be cut off from the others."""
     script = catching_up(2, 1)
-    script.outcomes["life-0"] = "unreachable"
+    script.outcomes["life-0"] = ProbeOutcome.UNREACHABLE
     views = len(script.views)
     pass_time(script, 3.0, speak=[11], accuse=[(11, 0)])
     assert (len(script.views), script.done) == (views, [])
@@ -363,7 +363,7 @@ def test_who_only_catches_up_removes_nobody_that_is_silent() -> None:
 
 def test_who_catches_up_is_no_witness_against_one_that_contributes() -> None:
     script = catching_up(3, 2)
-    script.outcomes["life-1"] = "unreachable"
+    script.outcomes["life-1"] = ProbeOutcome.UNREACHABLE
     views = len(script.views)
     pass_time(script, 3.0, speak=[0, 12], accuse=[(12, 1)])
     assert len(script.views) == views
@@ -393,7 +393,7 @@ def test_nobody_is_sent_away_before_that_is_written_down() -> None:
 def test_who_complains_of_a_stopped_one_stays_though_the_coordinator_itself_stood_still() -> None:
     """That it gives all of them time again is no sign of life of the stopped one."""
     script = Script(2)
-    script.outcomes["life-0"] = "unreachable"
+    script.outcomes["life-0"] = ProbeOutcome.UNREACHABLE
     for beat in range(2, 30):
         now = float(beat)
         if 7 < beat < 13:  # the coordinator does not run, for more than half of the silence
@@ -434,7 +434,7 @@ def test_a_complaint_does_not_ripen_while_nobody_runs() -> None:
 def test_a_port_that_says_nothing_is_no_end_while_nobody_runs() -> None:
     """It leaves it possible that its process lives, for as long as an op may take."""
     script = Script(3)
-    script.outcomes["life-2"] = "mute"
+    script.outcomes["life-2"] = ProbeOutcome.MUTE
     script.cut(2)
     pass_time(script, 2.0, speak=[0, 1], accuse=[(0, 2)])
     suspended(script, 2 * TIMEOUTS.op, 0, 1)
@@ -447,7 +447,7 @@ def test_a_port_that_says_nothing_is_no_end_while_nobody_runs() -> None:
 def test_an_accused_that_is_asked_has_time_to_answer_though_nobody_runs() -> None:
     """As long as an op may take; its silence is no reason to remove it meanwhile."""
     script = Script(3)
-    script.outcomes["life-2"] = "unreachable"
+    script.outcomes["life-2"] = ProbeOutcome.UNREACHABLE
     pass_time(script, 1.0, speak=(0, 1, 2))
     proof = m.Suspect(2, "life-2", "its port is another one's", True)
     asked = [action for action in script.coordinator.receive(0, proof, script.now) if isinstance(action, Probe)]
@@ -468,7 +468,7 @@ def test_a_refusal_holds_as_long_though_nobody_runs() -> None:
             Address(f"h{replica}.{rank}", 1, f"b{replica}.{rank}", 7, 3, "0" * 32) for rank in range(2)
         )
         script.tell(replica, m.Join(replica, f"life-{replica}", there, epoch=0, step=-1, timeouts=CHAIN))
-        script.outcomes[f"life-{replica}"] = "refused"
+        script.outcomes[f"life-{replica}"] = ProbeOutcome.REFUSED
     script.install(0, 1, 2)
     pass_time(script, 1.0, speak=(0, 1, 2))
     for by, other in ((0, 1), (1, 0)):
@@ -530,7 +530,7 @@ def test_an_answer_that_has_come_is_not_asked_for_again() -> None:
 def test_who_is_cut_off_with_the_coordinator_removes_nobody_by_a_stall() -> None:
     """It catches up, and waits for those that hold the state, who train on and cannot be heard."""
     script = catching_up(3, 2)
-    script.outcomes = dict.fromkeys(("life-0", "life-1"), "unreachable")
+    script.outcomes = dict.fromkeys(("life-0", "life-1"), ProbeOutcome.UNREACHABLE)
     views = len(script.views)
     pass_time(script, 3.0, speak=[12])
     for _ in range(60):
@@ -553,7 +553,7 @@ def test_another_life_does_not_end_the_job_of_the_last_that_holds_the_state_and_
         script.do(script.coordinator.receive(10, join, now))
         script.do(script.coordinator.tick(now))
     assert (len(script.views), script.done) == (views, [])
-    script.lose(0, "ended")
+    script.lose(0, ProbeOutcome.ENDED)
     assert script.done != []
 
 
@@ -561,7 +561,7 @@ def test_a_port_that_refuses_is_no_end_as_long_as_the_connection_stands() -> Non
     """A firewall that is made stricter lets what is connected already live. The process holds its interpreter."""
     script = Script(3)
     pass_time(script, 1.0, speak=[0, 1, 2])
-    script.outcomes["life-2"] = "refused"
+    script.outcomes["life-2"] = ProbeOutcome.REFUSED
     for _ in range(round(30 / TIMEOUTS.beat)):
         script.coordinator.acknowledged(2, script.now)
         pass_time(script, 0.1, speak=[0, 1])
@@ -644,14 +644,14 @@ def test_who_is_refused_whomever_it_wants_takes_nobody_for_dead() -> None:
     """A firewall or a proxy that restarts resets all connections, and refuses new ones for a while."""
     script = spread(3)
     for replica in range(3):
-        script.outcomes[f"life-{replica}"] = "refused"
+        script.outcomes[f"life-{replica}"] = ProbeOutcome.REFUSED
     for replica in range(3):
         script.cut(replica)
     for _ in range(4 * int(TIMEOUTS.op)):
         script.now += 0.5
         script.tick()
     assert (len(script.views), script.done) == (1, [])
-    script.outcomes["life-2"] = "answered"  # it is over, and the two others have really ended
+    script.outcomes["life-2"] = ProbeOutcome.ANSWERED  # it is over, and the two others have really ended
     script.now += 1.0
     script.tick()
     script.do(script.coordinator.tick(script.now + 0.1))
@@ -676,7 +676,7 @@ def test_a_refusal_that_ended_with_the_cause_of_all_costs_nobody() -> None:
             if not isinstance(action, Probe)  # it is carried out here
         ]
     )
-    script.do(script.coordinator.probed(search(1, "life-1"), "refused", script.now))
+    script.do(script.coordinator.probed(search(1, "life-1"), ProbeOutcome.REFUSED, script.now))
     assert len(script.views) == 1
 
 
@@ -690,9 +690,9 @@ def test_a_rank_that_its_leader_finds_refused_is_lost_if_another_host_takes_a_co
         )
         script.tell(replica, m.Join(replica, f"life-{replica}", there, epoch=0, step=-1, timeouts=CHAIN))
     script.install(0, 1)
-    script.outcomes["life-1"] = "refused"
+    script.outcomes["life-1"] = ProbeOutcome.REFUSED
     if refuses == "all":
-        script.outcomes["life-0"] = "refused"
+        script.outcomes["life-0"] = ProbeOutcome.REFUSED
         script.tell(0, m.Suspect(0, "life-0", "its rank 1 is lost: refused", False, 1))
     script.tell(1, m.Suspect(1, "life-1", "its rank 1 is lost: refused", False, 1))
     assert script.newest[0] == ((0, 1) if refuses == "all" else (0,))

@@ -6,6 +6,7 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control.severed import MOST
+from ftcomm.control.suspicion import ProbeOutcome
 from tests.coordinator_script import Script
 
 
@@ -43,7 +44,7 @@ def test_who_does_not_answer_may_hold_its_interpreter_and_goes_for_no_reset() ->
 
 def test_who_has_died_or_finished_with_its_connections_is_no_reason_for_a_view() -> None:
     script = Script(3)
-    script.lose(2, "ended")
+    script.lose(2, ProbeOutcome.ENDED)
     script.answers = {"life-0", "life-1", "life-2"}
     script.tell(0, severed(2, 1))
     script.install(0, 1)

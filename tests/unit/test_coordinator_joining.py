@@ -9,6 +9,7 @@ from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Close, Log
 from ftcomm.control.joiner_messages import ALONE, MUTE, WAITS
 from ftcomm.control.removals import LINGER
+from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import CHAIN, TIMEOUTS, Script, after_loss, catching_up, grown, joins, pass_time, search
 
@@ -340,7 +341,7 @@ def test_who_has_left_for_good_is_not_waited_for_at_the_boundary(installed: bool
     pass_time(script, LINGER + 1.0, speak=[0, 1, 2])
     assert [view.replicas for view in script.views[1:]] == [(0, 1, 2)] * (1 if installed else 2)
     assert bool(script.views[-1].proposal) == installed  # else it is in force at once, wherever they stand
-    script.outcomes["life-2"] = "unreachable"
+    script.outcomes["life-2"] = ProbeOutcome.UNREACHABLE
     pass_time(script, 3.0, speak=[0, 1], accuse=[(0, 2), (1, 2)])
     assert script.newest[0] == (0, 1)
 
@@ -364,7 +365,7 @@ def test_nobody_is_looked_for_who_has_gone_before_it_was_in() -> None:
         coordinator = script.coordinator
         coordinator.receive(conn, joins(conn), script.now)
         coordinator.disconnected(conn, script.now)
-        coordinator.probed(search(1, f"life-{conn}"), "answered", script.now)
+        coordinator.probed(search(1, f"life-{conn}"), ProbeOutcome.ANSWERED, script.now)
     assert {replica for replica, _ in coordinator.known.suspicions._searches} <= {0}
 
 

@@ -8,7 +8,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Action, Close, Log, Persist, Unfit
 from ftcomm.control.known_job import EARLY
-from ftcomm.control.suspicion import Outcome
+from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import (
     CHAIN,
@@ -28,7 +28,7 @@ def test_a_restarted_one_ends_no_job_before_who_has_caught_up_since_can_say_so()
     """It comes after the next life of the only one that the store has as contributing."""
     script = catching_up(2, 1)
     script.restart()
-    script.outcomes["life-0"] = "unreachable"
+    script.outcomes["life-0"] = ProbeOutcome.UNREACHABLE
     script.join(20)
     assert not script.done
     script.join(11, epoch=script.epoch, caught_up=True)
@@ -67,7 +67,7 @@ def test_a_new_coordinator_that_nobody_came_to_does_not_know_how_the_job_ended(v
     """All may have finished while none was there, whatever another life of one wants; not if one comes that had not."""
     script = Script(2)
     script.restart()
-    script.outcomes = {"life-0": "ended", "life-1": "ended"}
+    script.outcomes = {"life-0": ProbeOutcome.ENDED, "life-1": ProbeOutcome.ENDED}
     script.join(11)
     if visited:
         script.join(0, epoch=1)
@@ -129,8 +129,10 @@ def test_a_second_process_of_one_number_has_to_wait_while_the_first_answers() ->
     assert script.newest == ((0,), {0})
 
 
-@pytest.mark.parametrize("outcome", ["answered", "mute", "unreachable", "ended"])
-def test_the_number_of_a_replica_stays_after_a_restart_with_a_life_that_may_live(outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    "outcome", [ProbeOutcome.ANSWERED, ProbeOutcome.MUTE, ProbeOutcome.UNREACHABLE, ProbeOutcome.ENDED]
+)
+def test_the_number_of_a_replica_stays_after_a_restart_with_a_life_that_may_live(outcome: ProbeOutcome) -> None:
     """It has no connection to the new coordinator yet, and a second process of its number comes first."""
     script = Script(2)
     script.coordinator = Coordinator(2, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
@@ -140,7 +142,7 @@ def test_the_number_of_a_replica_stays_after_a_restart_with_a_life_that_may_live
     script.wait(0)  # the search finds what there is at its port
     join = m.Join(1, "life-11", Addresses.of((Address("h", 1, "b", 11, 3, "0" * 32),)), 0, -1, CHAIN)
     script.do(script.coordinator.receive(11, join, 3.0 + TIMEOUTS.heartbeat))
-    lives = outcome in ("answered", "mute")
+    lives = outcome in (ProbeOutcome.ANSWERED, ProbeOutcome.MUTE)
     assert (1 in script.newest[0]) is lives
     assert any("another process is replica 1" in x.reason for x in script.sent[11] if isinstance(x, m.Queued)) is lives
 
@@ -168,7 +170,7 @@ def test_a_restarted_one_loses_nobody_before_somebody_has_come() -> None:
     """It may be itself that is cut off. Who does not come in time after the first, and is missed by that, is lost."""
     script = Script(3)
     script.restart()
-    script.outcomes = dict.fromkeys(("life-0", "life-1", "life-2"), "unreachable")
+    script.outcomes = dict.fromkeys(("life-0", "life-1", "life-2"), ProbeOutcome.UNREACHABLE)
     pass_time(script, 100.0)
     assert len(script.views) == 1
     rejoin_all(script, [20], 1)
@@ -209,8 +211,8 @@ def test_a_restarted_one_that_is_never_in_time_decides_all_the_same() -> None:
     assert script.newest[0] == (0, 2)
 
 
-@pytest.mark.parametrize("outcome", ["answered", "refused", "unreachable"])
-def test_a_restarted_one_knows_no_port_so_that_a_refusal_proves_nothing(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [ProbeOutcome.ANSWERED, ProbeOutcome.REFUSED, ProbeOutcome.UNREACHABLE])
+def test_a_restarted_one_knows_no_port_so_that_a_refusal_proves_nothing(outcome: ProbeOutcome) -> None:
     script = Script(3)
     script.restart()
     script.outcomes = dict.fromkeys(("life-0", "life-1", "life-2"), outcome)
@@ -222,7 +224,7 @@ def test_a_restarted_one_knows_no_port_so_that_a_refusal_proves_nothing(outcome:
     pass_time(script, TIMEOUTS.op / TIMEOUTS.heartbeat, speak=[20])  # and as long as an op may take
     assert script.newest[0] == (0, 1, 2), "nobody misses them"
     pass_time(script, 0.2, speak=[20], accuse=[(20, 1), (20, 2)])
-    assert script.newest[0] == ((0, 1, 2) if outcome == "answered" else (0,))
+    assert script.newest[0] == ((0, 1, 2) if outcome is ProbeOutcome.ANSWERED else (0,))
 
 
 def test_without_a_store_nobody_counts_who_was_told_of_a_view() -> None:
@@ -285,7 +287,7 @@ def test_a_store_that_is_older_than_all_lives_is_of_no_use_however_late_they_com
     """The ends of those that it knows would be the end of a job that goes on."""
     script = Script(2)
     script.restart()
-    script.outcomes = dict.fromkeys(("life-0", "life-1"), "unreachable")
+    script.outcomes = dict.fromkeys(("life-0", "life-1"), ProbeOutcome.UNREACHABLE)
     pass_time(script, 3.0)
     join = joins(11, epoch=9, step=70, heard=9)
     done = script.coordinator.receive(11, join, script.now)
@@ -309,8 +311,8 @@ def test_a_restarted_one_ends_no_job_before_it_has_heard_of_all_whether_they_hav
         script.tick()  # what was said before is not lost
         assert script.newest == ((1, 2), {1})
     else:
-        script.do(script.coordinator.probed(search(0, "life-0"), "ended", script.now))
+        script.do(script.coordinator.probed(search(0, "life-0"), ProbeOutcome.ENDED, script.now))
         assert not script.done
-        script.do(script.coordinator.probed(search(1, "life-11"), "ended", script.now))
-        script.do(script.coordinator.probed(search(0, "life-0"), "ended", script.now))
+        script.do(script.coordinator.probed(search(1, "life-11"), ProbeOutcome.ENDED, script.now))
+        script.do(script.coordinator.probed(search(0, "life-0"), ProbeOutcome.ENDED, script.now))
     assert bool(script.done) is not comes

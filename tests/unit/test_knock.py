@@ -17,15 +17,15 @@ from ftcomm.control.handshake import Credentials
 from ftcomm.control.peers import Peers
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
-from ftcomm.control.suspicion import Probe, Why
+from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
 from tests.agents_rig import Relay
 from tests.stopped_rig import CREDENTIALS, DEADLINE, Peer, at
 
 
-def found(there: Address, patience: float = DEADLINE) -> str:
-    async def run() -> str:
+def found(there: Address, patience: float = DEADLINE) -> ProbeOutcome:
+    async def run() -> ProbeOutcome:
         knocking = knock.Knock(there, CREDENTIALS, "asked", {})
         try:
             return await knocking.outcome(patience)
@@ -39,18 +39,18 @@ def test_a_knock_finds_a_stopped_process_and_not_one_that_has_ended(member: Peer
     async def run() -> None:
         member.stop()
         knocking = knock.Knock(at(member), CREDENTIALS, "asked", {})
-        assert await knocking.outcome(2.5) == "mute"  # the kernel asks once a second
-        assert await knocking.outcome(0.0) == "mute"
+        assert await knocking.outcome(2.5) is ProbeOutcome.MUTE  # the kernel asks once a second
+        assert await knocking.outcome(0.0) is ProbeOutcome.MUTE
         assert not knocking.over
         member.go_on()
-        assert await knocking.outcome(DEADLINE) == "answered"
+        assert await knocking.outcome(DEADLINE) is ProbeOutcome.ANSWERED
         knocking.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
     member.kill()
-    assert found(at(member, boot=liveness.boot())) == "ended"
+    assert found(at(member, boot=liveness.boot())) is ProbeOutcome.ENDED
     refused = msgspec.structs.replace(at(member), host="localhost")
-    assert found(refused) == "refused", "it may be what is in between"
+    assert found(refused) is ProbeOutcome.REFUSED, "it may be what is in between"
 
 
 @pytest.mark.parametrize("says", ["nothing", "something", "bye"])
@@ -71,7 +71,9 @@ def test_who_has_the_port_and_is_not_of_the_job_is_no_sign_of_life(says: str) ->
 
         threading.Thread(target=serve, daemon=True).start()
         there = Address(*listener.getsockname(), "another kernel", 1, 3, "0" * 32)
-        assert found(there, 0.2 if says == "nothing" else DEADLINE) == ("mute" if says == "nothing" else "unreachable")
+        assert found(there, 0.2 if says == "nothing" else DEADLINE) == (
+            ProbeOutcome.MUTE if says == "nothing" else ProbeOutcome.UNREACHABLE
+        )
         listener.shutdown(socket.SHUT_RDWR)
         for sock in held:
             sock.close()
@@ -79,9 +81,9 @@ def test_who_has_the_port_and_is_not_of_the_job_is_no_sign_of_life(says: str) ->
 
 def test_another_process_of_the_job_at_the_port_is_an_end_where_that_is_one_port(member: Peer) -> None:
     here = msgspec.structs.replace(at(member, "1" * 32), boot=liveness.boot(), network=liveness.network())
-    assert found(at(member)) == "answered"
-    assert found(here) == "ended"
-    assert found(at(member, "1" * 32)) == "unreachable", "it may live elsewhere"
+    assert found(at(member)) is ProbeOutcome.ANSWERED
+    assert found(here) is ProbeOutcome.ENDED
+    assert found(at(member, "1" * 32)) is ProbeOutcome.UNREACHABLE, "it may live elsewhere"
 
 
 def test_its_own_kernel_knows_that_a_process_has_ended_whoever_has_its_port(peer: Peer) -> None:
@@ -89,18 +91,18 @@ def test_its_own_kernel_knows_that_a_process_has_ended_whoever_has_its_port(peer
 
     async def run() -> None:
         knocking = knock.Knock(at(peer, boot=liveness.boot()), CREDENTIALS, "asked", {})
-        assert await knocking.outcome(0.1) == "mute"
+        assert await knocking.outcome(0.1) is ProbeOutcome.MUTE
         later = asyncio.ensure_future(knocking.outcome(DEADLINE))
         await asyncio.sleep(0)
         peer.process.kill()
-        assert await later == "ended"
+        assert await later is ProbeOutcome.ENDED
         knocking.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
     port = peer.address[1]
     peer.kill()
     with socket.create_server(("127.0.0.1", port)):
-        assert found(at(peer, boot=liveness.boot())) == "ended"
+        assert found(at(peer, boot=liveness.boot())) is ProbeOutcome.ENDED
 
 
 @pytest.mark.parametrize("why", list(Why))
@@ -118,11 +120,13 @@ def test_a_stopped_process_has_one_knock_in_its_backlog_however_often_it_is_aske
         member.stop()
         for call in (False, True) * 4:
             asked = dataclasses.replace(probe, call=call)
-            assert await knocks.outcome(asked, "asked", {}, 0.05) == "mute"
+            assert await knocks.outcome(asked, "asked", {}, 0.05) is ProbeOutcome.MUTE
         assert len(made) == 1
         member.go_on()
-        assert await knocks.outcome(probe, "asked", {}, DEADLINE) == "answered"
-        assert await knocks.outcome(probe, "asked", {}, DEADLINE) == "answered", "an answer of before is no news"
+        assert await knocks.outcome(probe, "asked", {}, DEADLINE) is ProbeOutcome.ANSWERED
+        assert await knocks.outcome(probe, "asked", {}, DEADLINE) is ProbeOutcome.ANSWERED, (
+            "an answer of before is no news"
+        )
         assert len(made) == 2
         knocks.only(set())
 
@@ -136,7 +140,7 @@ def test_where_no_kernel_answers_a_knock_has_an_end(monkeypatch: pytest.MonkeyPa
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         held.enter_context(socket.create_connection(listener.getsockname()))
-        assert found(Address(*listener.getsockname(), "another kernel", 1, 3, "0" * 32)) == "unreachable"
+        assert found(Address(*listener.getsockname(), "another kernel", 1, 3, "0" * 32)) is ProbeOutcome.UNREACHABLE
 
 
 def one_of_this_host(address: tuple[str, int]) -> Address:
@@ -194,10 +198,10 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
         there = msgspec.structs.replace(there, boot="another")
     elif how == "another network":
         there = msgspec.structs.replace(there, network="4026531840")
-    outcomes: list[str] = []
+    outcomes: list[ProbeOutcome] = []
     outcome = knock.Knock.outcome
 
-    async def asked(self: knock.Knock, patience: float) -> str:
+    async def asked(self: knock.Knock, patience: float) -> ProbeOutcome:
         outcomes.append(await outcome(self, patience))
         return outcomes[-1]
 
@@ -224,10 +228,10 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
         store.views = [View(1, None, (Member(0, "life", Addresses.of((there,)), True),))]
         server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(10.0))
         await server.start()
-        while not (lost and "unreachable" in outcomes):
+        while not (lost and ProbeOutcome.UNREACHABLE in outcomes):
             await asyncio.sleep(0.01)
         assert not ended
-        assert set(outcomes) <= {"mute", "unreachable"}
+        assert set(outcomes) <= {ProbeOutcome.MUTE, ProbeOutcome.UNREACHABLE}
         assert not server.ended
         await server.stop()
         peers.close()
