@@ -15,7 +15,6 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError, FtcommError, TooLateError, TransportError
 from ftcomm.p2p.calls import JobProgressEngine
-from ftcomm.transport.connect import by_tcp
 from ftcomm.transport.router import P2P, Incoming
 from ftcomm.transport.segment import OtherEngine
 
@@ -114,15 +113,14 @@ class LocalDataPlane:
             log.info("replica %d rank %d: reaches replica %d by %s", self._communicator.me, self._rank, replica, how)
 
     def _lazy(self, view: View) -> frozenset[int]:
-        """Returns whom this member dials when an op needs it, and not before: in a ring all but the neighbours, if no
-        member shares memory with this one, so that its driver hears of all from its left neighbour."""
-        here = {member.replica: member.ranks[self._rank] for member in view.members}
-        me, mode, terms = self._communicator.me, self._connector.mode, self._communicator.terms
-        boot = self._communicator.here.boot
-        shares = mode == "auto" and any(there.boot == boot for m, there in here.items() if m != me)
-        if terms.algorithm != "ring" or not by_tcp(mode) or shares or me not in here:
+        """Returns whom this member dials when an op needs it, and not before: in a ring all but the neighbours, if all
+        can wait, so that its driver hears of all from its left neighbour."""
+        there = {member.replica: member.ranks[self._rank] for member in view.members}
+        me, terms = self._communicator.me, self._communicator.terms
+        others = [address for member, address in there.items() if member != me]
+        if terms.algorithm != "ring" or me not in there or not self._connector.may_wait(others):
             return frozenset()
-        ring = order(here, terms.tuning)
+        ring = order(there, terms.tuning)
         place = ring.index(me)
         return frozenset(ring) - {me, ring[place - 1], ring[(place + 1) % len(ring)]}
 

@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from ftcomm.collective.algorithms import Algorithms
     from ftcomm.collective.algorithms.base import Algorithm, Array
 
-# Tasks posted and not taken. 64 MB, two members: 1 (nothing overlaps) 5.65 ms, 2 5.1, 3 5.4 (spills the cache); four
-# members on two cores: 1 19.2 ms, 2 18.1. Half of the slots is also what makes a slot free when its turn comes, without
-# looking: I post task p after I have taken p - AHEAD, so all had posted that, so all had taken p - 2 * AHEAD, which had
-# the same slot. Between hosts members look, and are ahead by as many tasks as there are slots.
+# Tasks posted and not taken, within a host (docs/transports.md, Measured choices). Half of the slots is also what makes
+# a slot free when its turn comes, without looking: I post task p after I have taken p - AHEAD, so all had posted that,
+# so all had taken p - 2 * AHEAD, which had the same slot. Between hosts members look, and are ahead by as many tasks as
+# there are slots.
 AHEAD = NEAR // 2
 
 LAST = COUNTS - (1 << 20)  # tasks of an epoch; the rest of the counter is never used

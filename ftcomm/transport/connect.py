@@ -65,9 +65,12 @@ def own_nixl() -> Nixl:
     return get_nixl(_nixl_name)
 
 
-def by_tcp(mode: str) -> bool:
-    """Whether FTCOMM_TRANSPORT=`mode` reaches the members on other hosts by TCP."""
-    return mode == "tcp" or (mode == "auto" and not rdma_available())
+def all_by_tcp(mode: str, here: Address, others: Iterable[Address]) -> bool:
+    """Whether FTCOMM_TRANSPORT=`mode` reaches all `others` from `here` by TCP; "auto" uses shared memory within a host,
+    and NIXL where there is RDMA."""
+    if mode != "auto":
+        return mode == "tcp"
+    return not rdma_available() and all(there.boot != here.boot for there in others)
 
 
 def connect(

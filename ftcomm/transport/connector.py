@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from ftcomm.control.views import Address
 from ftcomm.sync.death_watch import DeathWatch, MutexWord
 from ftcomm.transport.base import Lost, Peer
-from ftcomm.transport.connect import Dial, connect
+from ftcomm.transport.connect import Dial, all_by_tcp, connect
 from ftcomm.transport.peer_cache import PeerCache
 from ftcomm.transport.segment import HOST, Layout, life
 
@@ -40,8 +40,8 @@ class Connector:
         on_reached: Callable[[Peer], object] = lambda peer: None,
         on_left: Callable[[Peer], object] = lambda peer: None,
     ) -> None:
-        self.me, self.here, self.mode = me, here, mode
-        self._data, self._layout, self._on_lost = data, layout, on_lost
+        self.me, self.here = me, here
+        self._mode, self._data, self._layout, self._on_lost = mode, data, layout, on_lost
         self._on_reached, self._on_left = on_reached, on_left
         watch = None if on_died is None else DeathWatch[tuple[int, int]](lambda member: on_died(*member))
         self._watcher = watch
@@ -57,6 +57,10 @@ class Connector:
                 self.cache.severed(epoch, member)
             return expected
 
+    def may_wait(self, others: Iterable[Address]) -> bool:
+        """Whether `others` can be dialled when they are wanted, and not before: all are reached by TCP."""
+        return all_by_tcp(self._mode, self.here, others)
+
     def find(self, epoch: int, member: int, nonce: str) -> Peer | None:
         """Returns the peer that serves in an expected view already, by the nonce of its segment."""
         with self._lock:
@@ -71,7 +75,7 @@ class Connector:
             member,
             there,
             epoch=epoch,
-            mode=self.mode,
+            mode=self._mode,
             dial=dial,
             on_lost=self._on_lost,
             layout=self._layout,

@@ -14,6 +14,8 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.collective.watchdog import Stall
 from ftcomm.control.views import Address
 from ftcomm.errors import MismatchError
+from ftcomm.transport import connect
+from ftcomm.transport.connector import Connector
 from ftcomm.transport.segment import POSTED
 from tests.exchange_rig import DEADLINE, Caller, Member, Rig
 from tests.unit.test_data_plane import Way, a_view, engine
@@ -165,3 +167,23 @@ def test_a_neighbour_that_was_lost_leaves_no_memory_behind() -> None:
             assert lost() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("mode", "rdma", "boots", "wait"),
+    [
+        ("tcp", False, "aa", True),
+        ("auto", False, "ab", True),
+        ("auto", False, "aa", False),  # they may share memory
+        ("auto", True, "ab", False),
+        ("shm", False, "aa", False),
+        ("nixl", True, "ab", False),
+    ],
+)
+def test_others_are_dialled_late_if_all_are_reached_by_tcp(
+    mode: str, rdma: bool, boots: str, wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "rdma_available", lambda: rdma)
+    here, there = (Address("127.0.0.1", 1, boot, 1, 3, "0" * 32) for boot in boots)
+    connector = Connector(0, here, mode=mode, on_lost=lambda *told: None)
+    assert connector.may_wait([there]) is wait
