@@ -39,7 +39,7 @@ class Why(enum.Enum):
 
 
 class ProbeOutcome(enum.Enum):
-    """What a knock has found; `ftcomm.control.knock` says what each means."""
+    """The outcome of a knock; `ftcomm.control.knock` says what each means."""
 
     ANSWERED = "answered"
     MUTE = "mute"
