@@ -42,10 +42,10 @@ LARGE = tuple(1 << power for power in range(14, 23, 2))  # 16K to 4M
 ALWAYS, NEVER = ((MEMBERS, EVER),), ((MEMBERS, 0),)
 ONE, TWO, RING, LEVELS = "one-shot", "two-shot", "ring", "two levels"
 WAYS = {
-    ONE: Tuning(ALWAYS, ALWAYS, ALWAYS, ALWAYS, source=ONE),
-    TWO: Tuning(NEVER, NEVER, ALWAYS, ALWAYS, source=TWO),
-    RING: Tuning(NEVER, NEVER, NEVER, ALWAYS, source=RING),
-    LEVELS: Tuning(NEVER, NEVER, ALWAYS, NEVER, source=LEVELS),
+    ONE: Tuning(ALWAYS, ALWAYS, ALWAYS, ALWAYS, tree=NEVER, tree_on_one_host=NEVER, source=ONE),
+    TWO: Tuning(NEVER, NEVER, ALWAYS, ALWAYS, tree=NEVER, tree_on_one_host=NEVER, source=TWO),
+    RING: Tuning(NEVER, NEVER, NEVER, ALWAYS, tree=NEVER, tree_on_one_host=NEVER, source=RING),
+    LEVELS: Tuning(NEVER, NEVER, ALWAYS, NEVER, tree=NEVER, tree_on_one_host=NEVER, source=LEVELS),
 }
 WARMUP = 2  # ops
 FULL, FEWEST = 128 << 10, 5  # bytes up to which all iterations are made; and iterations
@@ -192,7 +192,7 @@ def to_file(points: Iterable[SwitchPoint], links: Links | None, before: File, he
                 for (a, b), rate in links.rates.items()
             },
         }
-    return File(1, one, far, ring, levels, racks, hosts, measured)
+    return File(1, one, far, ring, levels, before.tree_between_hosts, before.tree_on_one_host, racks, hosts, measured)
 
 
 def before(path: Path) -> File:

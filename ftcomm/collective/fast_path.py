@@ -35,8 +35,9 @@ Publish = Callable[[int, int], None]  # see `ftcomm.collective.publisher.Publish
 
 def applies(view: GroupView, peers: Mapping[int, Peer]) -> bool:
     """Whether the ops of this view can take the fast path: all members contribute, and reach each other through shared
-    memory. With a ring the stream says so beside each call, which this path does not."""
-    shared = all(peer.shares_memory for peer in peers.values()) and not view.ring
+    memory. With a ring the stream says so beside each call, which this path does not, and with a tree members wait for
+    other words."""
+    shared = all(peer.shares_memory for peer in peers.values()) and not view.ring and not view.tree
     return view.one_host and shared and len(view.members) >= LEAST and view.contributors == view.members
 
 

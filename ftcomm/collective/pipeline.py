@@ -13,15 +13,24 @@ through these stages at every member, in order; the counters `posted`, `arrived`
 Before each stage there is a list of gates, and a gate opens when certain members have raised a word far enough:
 
     stage   gates                                                               opened by
-    post    `_gate_of_slot`: between hosts, the slot has been read              TAKEN
+    post    `_gates_of_slot`: between hosts, the slot has been read              TAKEN
     arrive  `Slot.arrival`: all have posted                                     POSTED
     step    the gate of the step                                                POSTED, REDUCED or a level
     take    the gate of the last step                                           POSTED, REDUCED or a level
     return  `taken_by_all`                                                      TAKEN
 
-Nothing else says who waits for whom. `to_post`, `to_arrive`, `to_step`, `to_take` and `is_stable` ask whether the gates
-are open; `obstacle` names the first that is not, at which the thread waits; and the replicas `behind` it are the ones
-to blame. The fast path waits at the same gates, see `ftcomm.collective.gate`.
+With a tree (`ftcomm.collective.tree`) what goes through it has other gates, and the first task of each op goes through
+`gather` and `announce`. If that is not one of the tree, it waits for them only if the calls are not alike.
+
+    stage     what then holds                                                   opened by
+    gather    my subtree has posted                                             POSTED, GATHERED, of children
+    announce  all have posted, and what I know of the calls I know of all       ANNOUNCED, of the parent
+    settle    my subtree has taken                                              TAKEN, TAKEN_UP, of children
+              all have taken                                                    TAKEN_DOWN, of the parent
+
+Nothing else says who waits for whom. `to_post`, `to_arrive`, `to_step`, `to_take`, `is_stable` and those of the tree
+ask whether the gates are open; `obstacle` names the first that is not, at which the thread waits; and the replicas
+`behind` it are the ones to blame. The fast path waits at the same gates, see `ftcomm.collective.gate`.
 
 Work is handed out as a `Slot`. `arrive`, `step` and `take` report it as done, and a posted task raises `posted`. In
 between the caller moves the memory, and nothing else happens.
@@ -43,10 +52,24 @@ from ftcomm.collective.operation import Operation, mismatch, unlike
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, side_by_side
 from ftcomm.collective.schedule import AROUND, HIERARCHICAL, Batch
+from ftcomm.collective.tree import ASKS, COMPARES, DIFFERS, FOUND, TreeBranch, tree
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.epochs import COUNTS
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import DETAIL, NEAR, POSTED, SLOTS, SPAN, TAKEN, Memory, descriptor
+from ftcomm.transport.segment import (
+    ANNOUNCED,
+    DETAIL,
+    GATHERED,
+    NEAR,
+    POSTED,
+    SLOTS,
+    SPAN,
+    TAKEN,
+    TAKEN_DOWN,
+    TAKEN_UP,
+    Memory,
+    descriptor,
+)
 
 if TYPE_CHECKING:
     from ftcomm.collective.algorithms import Algorithms
@@ -130,7 +153,7 @@ class Pipeline:
         """`near`: chunks of one task among members of one host. From ops of `straight_from` bytes on, what algorithms
         can send from the caller's array is not staged; `delivered` then opens when it has been sent. `compares`:
         members look at each other's results, so all have to keep pace."""
-        self.view = view
+        self.view, self._compares = view, compares
         self.algorithms = algorithms
         self.posted = self.arrived = self.taken = 0
         self.stepped = 0  # every task before it is known to have no step left: `to_step` begins there
@@ -150,6 +173,10 @@ class Pipeline:
         self.posted_by_all = self._gate(POSTED, self.peers, relayed=True)
         self._arrival = (self.posted_by_all,)
         self.taken_by_all = self._gate(TAKEN, self.peers, relayed=True)
+        self._taken_by_all = (self.taken_by_all,)
+        self._place = tree(view.members, view.tuning.tree_fan)[view.me] if view.tree else None
+        if self._place is not None:
+            self._join(self._place, peers)
         served = frozenset() if compares else algorithms.served
         self._taken_by_served = self._gate(TAKEN, [peer for peer in self.peers if peer.replica in served])
         self._served_alone = bool(served)
@@ -165,22 +192,52 @@ class Pipeline:
         }
         self._detail = AROUND if view.ring else HIERARCHICAL if view.hosts else 0  # the detail of all-reduces
 
+    def _join(self, place: TreeBranch, peers: Mapping[int, Peer]) -> None:
+        """Take a place in the tree."""
+        leaves, tops, above = ([peers[m] for m in who if m >= 0] for who in (place.leaves, place.tops, (place.parent,)))
+
+        def gates(*words: tuple[int, Sequence[Peer]]) -> tuple[Gate, ...]:
+            return tuple(self._gate(word, of) for word, of in words if of)
+
+        self._below = [peer.words for peer in (*leaves, *tops)]
+        self._above = [peer.words for peer in above]
+        self._gathering = gates((POSTED, leaves), (GATHERED, tops))
+        self._announcing = gates((ANNOUNCED, above))
+        self._taking, self._settling = gates((TAKEN, leaves), (TAKEN_UP, tops)), gates((TAKEN_DOWN, above))
+        self._meeting = (*self._gathering, *self._announcing)
+        self._stability = (*self._taking, *self._settling)
+        # Tasks before these are through, or have been taken without it, whether or not they are the first of an op.
+        self.gathered = self.announced = 0
+        self._unmet = 0  # tasks up to the last one of the tree that I have posted
+        # The ends of ops of the tree that I have taken, and of which I do not know that all have.
+        self.ends: deque[int] = deque()
+        self.taken_below = self.settled = 0  # the last end that my subtree, and that all are known to have taken
+
+    @property
+    def place(self) -> TreeBranch | None:
+        """The place in the tree; None where there is none."""
+        return self._place
+
     def _gate(self, word: int, peers: Iterable[Peer], *, relayed: bool = False) -> Gate:
         return self.gate(self.view, word, peers, relayed=relayed)
 
     # -- who waits for whom ------------------------------------------------------------------------------------------
 
-    def _gate_of_slot(self) -> Gate:
-        """Returns the gate of the members that must have taken what a slot holds before the next task is posted there
+    def _gates_of_slot(self) -> Sequence[Gate]:
+        """Returns the gates of the members that must have taken what a slot holds before the next task is posted there
         between hosts.
 
         There a task takes as long as the way there and back, so members go as far as there are slots. Then that I have
         taken a task does not tell that others have taken an earlier one. Among members of one host it does.
         """
         before = self.posted - self.staged  # the task that had the slot
-        if self._served_alone and before >= 0 and self.slots[before % SLOTS].algorithm.chained:
-            return self._taken_by_served
-        return self.taken_by_all
+        if before >= 0 and (self._served_alone or self._place is not None):
+            algorithm = self.slots[before % SLOTS].algorithm
+            if self._served_alone and algorithm.chained:
+                return (self._taken_by_served,)
+            if algorithm is self.algorithms.tree and not (self._compares or self.asks(before)):
+                return self._stability
+        return self._taken_by_all
 
     def obstacle(self, oldest: Operation) -> Obstacle:
         """Returns what stands in the way of `oldest`, the first op that has not returned, when nothing can be done."""
@@ -188,10 +245,25 @@ class Pipeline:
             slot, count = self.slots[self.taken % SLOTS], self.taken + 1
             if self.arrived > self.taken and slot.gates:
                 return Obstacle(slot.gates[min(slot.number, len(slot.gates) - 1)], count)
-            return Obstacle(next((gate for gate in slot.arrival if not gate.is_open(count)), self.posted_by_all), count)
+            gates = slot.arrival
+            if self._place is not None and slot.first and slot.algorithm is not self.algorithms.tree:
+                gates = (*gates, *self._meeting)
+            return self._first_shut(gates, count, self.posted_by_all)
         if oldest.end < 0:
-            return Obstacle(self._gate_of_slot(), self.posted - self.staged + 1)
-        return Obstacle(self.taken_by_all, oldest.end)
+            count = self.posted - self.staged + 1
+            return self._first_shut(self._gates_of_slot(), count, self.taken_by_all)
+        return self._first_shut(self._gates_of_end(oldest.end), oldest.end, self.taken_by_all)
+
+    @staticmethod
+    def _first_shut(gates: Sequence[Gate], count: int, otherwise: Gate) -> Obstacle:
+        last = gates[-1] if gates else otherwise  # all may be open by now; then nobody is behind
+        return Obstacle(next((gate for gate in gates if not gate.is_open(count)), last), count)
+
+    def _gates_of_end(self, end: int) -> Sequence[Gate]:
+        """Returns the gates before an op returns that ends there."""
+        if self._place is None or (end > self.settled and end not in self.ends):
+            return self._taken_by_all
+        return (*self._stability, *self._taken_by_all) if self._compares else self._stability
 
     # -- what can be done ----------------------------------------------------------------------------------------------
 
@@ -199,9 +271,16 @@ class Pipeline:
         """Returns the op whose next task may be posted."""
         if not self.unposted or self.posted - self.taken >= self.ahead:
             return None
-        if self.far and not self._gate_of_slot().is_open(self.posted - self.staged + 1):
-            return None
-        return self._next_op()
+        if self.far:
+            for gate in self._gates_of_slot():
+                if not gate.is_open(self.posted - self.staged + 1):
+                    return None
+        op = self._next_op()
+        if op is not None and self._place is not None and self._unmet > self.announced:
+            # Only then all have been sent what I had to say of my call, which comes before what is posted to all.
+            algorithm, _ = self.algorithms.of_task(op, op.tasks[op.next])
+            return op if algorithm is self.algorithms.tree else None
+        return op
 
     def _next_op(self) -> Operation | None:
         if self.posted >= LAST:
@@ -233,6 +312,8 @@ class Pipeline:
             self.unposted.popleft()
         slot.index, slot.op, slot.number = index, op, 0
         slot.algorithm, slot.task = self.algorithms.of_task(op, task)
+        if self._place is not None and slot.algorithm is self.algorithms.tree:
+            self._unmet = index + 1
         self.bind(slot)
         return slot
 
@@ -249,6 +330,8 @@ class Pipeline:
         slot.gates = gates = self._gates[algorithm]
         slot.straight = False
         slot.arrival = () if algorithm.chained and not slot.first else self._arrival
+        if algorithm is self.algorithms.tree:
+            slot.arrival = self._arrival_by_tree(slot)
         slot.chunk = chunk = slot.index % self.staged * self._most
         if op.schedule is not None:
             return
@@ -272,6 +355,96 @@ class Pipeline:
             slot.arrival = (self.posted_by_all, self._gate(POSTED, needed))
         return needed
 
+    # -- the tree ----------------------------------------------------------------------------------------------------
+
+    def _arrival_by_tree(self, slot: Slot) -> Sequence[Gate]:
+        """Returns the gates before a task of the tree arrives. All are asked if their calls have to be compared."""
+        return (*self._meeting, *self._arrival) if self.asks(slot.index) else self._meeting
+
+    def asks(self, index: int) -> bool:
+        """Whether all have learned that the calls of this first task have to be compared. Then what is left to do of it
+        is done without the tree, to which some may not have trusted it."""
+        return index < self.announced and bool(self._found(index) & (ASKS | DIFFERS))
+
+    def compared(self, index: int) -> bool:
+        """Whether some member compares the results of this first task, which is announced."""
+        return bool(self._found(index) & COMPARES)
+
+    def _found(self, index: int) -> int:
+        return self._own[descriptor(index % SLOTS) + DETAIL] & FOUND
+
+    def _next_first(self, index: int, end: int) -> int:
+        """Returns the index of the first task of an op, from `index` on and before `end`; or `end`."""
+        while index < end and not self.slots[index % SLOTS].first:
+            index += 1
+        return index
+
+    def to_gather(self) -> Slot | None:
+        """Returns the slot of the next first task that my subtree has posted."""
+        self.gathered = index = self._next_first(max(self.gathered, self.taken), self.posted)
+        if index == self.posted or not all(gate.is_open(index + 1) for gate in self._gathering):
+            return None
+        return self.slots[index % SLOTS]
+
+    def compare_below(self, slot: Slot) -> bool:
+        """Compare my call with those of my children, and note what is found. False: there is nothing to sum, since
+        calls differ."""
+        at = descriptor(slot.index % SLOTS)
+        place, call, detail = self._own[at], self._own[at + 1], self._own[at + DETAIL]
+        found = 0
+        for words in self._below:
+            theirs = words[at + DETAIL]
+            found |= theirs & FOUND
+            if words[at + 1] != call or (theirs ^ detail) & ~FOUND:
+                found |= DIFFERS
+            elif words[at] != place:
+                found |= ASKS
+        if found:
+            self._own[at + DETAIL] |= found
+        return not found & DIFFERS
+
+    def to_announce(self) -> Slot | None:
+        """Returns the slot of the next first task that I know all to have posted."""
+        self.announced = index = self._next_first(max(self.announced, self.taken), self.gathered)
+        if index >= self.gathered or not all(gate.is_open(index + 1) for gate in self._announcing):
+            return None
+        return self.slots[index % SLOTS]
+
+    def hear_above(self, slot: Slot) -> bool:
+        """Note what my parent has found of the calls. False: there is no result, since calls differ."""
+        at = descriptor(slot.index % SLOTS) + DETAIL
+        for words in self._above:
+            if words[at] & FOUND:
+                self._own[at] |= words[at] & FOUND
+        return not self._own[at] & DIFFERS
+
+    def announce(self, slot: Slot) -> None:
+        """Note that I know of a task that all have posted it."""
+        self.announced = slot.index + 1
+        if slot.algorithm is self.algorithms.tree:
+            slot.arrival = self._arrival_by_tree(slot)
+
+    def to_settle(self) -> Iterator[tuple[int, int]]:
+        """Yields (word, end) of what I come to know of the ends of ops, to be raised before the next is asked for."""
+        ends = self.ends
+        if ends[-1] > self.taken_below:
+            for end in reversed(ends):
+                if end <= self.taken_below:
+                    break
+                if all(gate.is_open(end) for gate in self._taking):
+                    self.taken_below = end
+                    yield TAKEN_UP, end
+                    break
+        for end in reversed(ends):
+            if end <= self.taken_below and all(gate.is_open(end) for gate in self._settling):
+                yield TAKEN_DOWN, end
+                self.settled = end
+                while ends and ends[0] <= end:
+                    ends.popleft()
+                return
+
+    # -- the rest of its way -----------------------------------------------------------------------------------------
+
     def to_arrive(self) -> Slot | None:
         """Returns the slot of the next task that all have posted."""
         index = self.arrived
@@ -281,6 +454,9 @@ class Pipeline:
         for gate in slot.arrival:
             if not gate.is_open(index + 1):
                 return None
+        if self._place is not None and slot.first and index >= self.announced:
+            # A member that owes its children an answer gives it before it can be done with the op.
+            return slot if slot.algorithm is not self.algorithms.tree and self._alike(slot) else None
         return slot
 
     def arrive(self, slot: Slot) -> None:
@@ -292,23 +468,29 @@ class Pipeline:
 
     def _verify(self, slot: Slot) -> None:
         op = slot.op
+        by_tree = slot.algorithm is self.algorithms.tree and not self.asks(slot.index)
+        if by_tree or self._alike(slot):
+            op.verified, op.error = True, op.doom
+            return
         at = descriptor(slot.index % SLOTS)
         detail_at = at + DETAIL
-        place, detail = self._own[at], self._own[detail_at]
-        alike = True
-        for words in self._heard:
-            if words[at + 1] != op.call or words[detail_at] != detail:
-                break
-            alike = alike and words[at] == place
-        else:
-            if alike or not unlike([place, *(words[at] for words in self._heard)]):
-                op.verified, op.error = True, op.doom
-                return
-        calls = ((m, words[at], words[at + 1], words[detail_at]) for m, words in self._seen.items())
+        calls = ((m, words[at], words[at + 1], words[detail_at] & ~FOUND) for m, words in self._seen.items())
         op.error = mismatch(calls, op.lag)
         op.end = slot.index + 1
         if self.unposted and self.unposted[0] is op:
             self.unposted.popleft()
+
+    def _alike(self, slot: Slot) -> bool:
+        """Whether all have made the same call, as all have said."""
+        at = descriptor(slot.index % SLOTS)
+        detail_at = at + DETAIL
+        call, place, detail = slot.op.call, self._own[at], self._own[detail_at] & ~FOUND
+        alike = True
+        for words in self._heard:
+            if words[at + 1] != call or words[detail_at] & ~FOUND != detail:
+                return False
+            alike = alike and words[at] == place
+        return alike or not unlike([place, *(words[at] for words in self._heard)])
 
     def to_step(self) -> Iterator[Slot]:
         """Yields the slots of tasks that can take their next step, in order: none before the earlier ones of its
@@ -357,10 +539,17 @@ class Pipeline:
             del slot.here
         del slot.op
         self.taken = slot.index + 1
+        if slot.algorithm is self.algorithms.tree and not self.asks(slot.index):
+            self.ends.append(slot.index + 1)
 
     def is_stable(self, op: Operation) -> bool:
         """Whether all members are known to hold all of `op` FINAL, or to have failed it. Looks at the words now."""
-        return 0 <= op.end <= self.taken and self.taken_by_all.is_open(op.end)
+        end = op.end
+        if not 0 <= end <= self.taken:
+            return False
+        if self._place is None:
+            return self.taken_by_all.is_open(end)
+        return end not in self.ends and all(gate.is_open(end) for gate in self._gates_of_end(end))
 
     def stop(self) -> None:
         """Begin no task any more, and leave those unfinished that are not taken."""
@@ -385,7 +574,8 @@ class Pipeline:
 
     def detail(self, op: Operation) -> int:
         """Returns what members compare besides the call."""
-        return self._detail if op.schedule is None else op.detail
+        detail = self._detail if op.schedule is None else op.detail
+        return detail | COMPARES if self._compares and self._place is not None else detail
 
     def fill(self, index: int, op: Operation) -> Slot:
         """Go on with task `index`, the only one of `op`, after the fast path has posted it."""

@@ -57,6 +57,13 @@ class GroupView:
         return up_to(self.tuning.one_host if self.one_host else self.tuning.hosts, len(self.members))
 
     @functools.cached_property
+    def tree(self) -> int:
+        """The largest op, in bytes, that goes through the tree. 0: there is none. Not with a ring, in which not all
+        members that share a tree need be connected."""
+        points = self.tuning.tree_on_one_host if self.one_host else self.tuning.tree
+        return 0 if self.ring else up_to(points, len(self.members))
+
+    @functools.cached_property
     def direct(self) -> int:
         """The largest op, in bytes, that goes neither around the ring nor hierarchically."""
         if self.ring:

@@ -8,6 +8,7 @@ frames for those that read its segment through a connection.
                                                                  between hosts, they post what uses the slot again
     level(l)     owner        tasks that have      its readers   they read what that level announces, see
                               reached level l                    `ftcomm.collective.algorithms`
+    of the tree  owner        see `ftcomm.collective.tree`
 
 Fencing. A member enters an epoch by raising all its words to the epoch, before any staging is written. A member that
 was left behind in the old epoch may still read that staging while it changes, and mark a chunk FINAL that is not. But
@@ -29,18 +30,23 @@ from ftcomm.kernels.epochs import COUNTER
 from ftcomm.sync.futex import IN_POLL, wake
 from ftcomm.transport.base import CannotSend, MirrorWriter, Peer
 from ftcomm.transport.segment import (
+    ANNOUNCED,
     ASLEEP,
     DETAIL,
     FINGERPRINT,
+    GATHERED,
     POSTED,
     REDUCED,
     SLOTS,
     TAKEN,
+    TAKEN_DOWN,
+    TAKEN_UP,
     Segment,
     descriptor,
 )
 
 _TO_ALL = frozenset((POSTED, REDUCED, TAKEN))  # the words that all others look at
+_ENDS = (TAKEN, TAKEN_UP, TAKEN_DOWN)  # announce no bytes
 _NOTHING = memoryview(b"")
 
 
@@ -85,14 +91,26 @@ class Publisher:
         self._low, self._high = view.epoch << COUNTER, (view.epoch + 1) << COUNTER
         self._peers = pipeline.peers
         self.taken_by_all = pipeline.taken_by_all
-        self._words = [peer.heard for peer in self._peers]
-        self._levels = pipeline.algorithms.readers
+        self._levels = dict(pipeline.algorithms.readers)
+        self._place = place = pipeline.place
+        self._parent_of_leaf: frozenset[int] = frozenset()
+        if place is not None:
+            up = frozenset((place.parent,)) if place.children and place.parent >= 0 else frozenset()
+            down = frozenset(place.children)
+            self._parent_of_leaf = frozenset((place.parent,)) - up
+            self._levels |= {GATHERED: up, TAKEN_UP: up, ANNOUNCED: down, TAKEN_DOWN: down}
+        self._lookers = {word: self._peers for word in _TO_ALL} | {
+            word: [peer for peer in self._peers if peer.replica in readers] for word, readers in self._levels.items()
+        }
+        self._words = {word: [peer.heard for peer in peers] for word, peers in self._lookers.items()}
         self._tokens = {word: token(view.me, word) for word in (*_TO_ALL, *self._levels)}
+        # With a tree: the readers for which something may be left, so that the others need not be asked.
+        self._lately: dict[MirrorWriter, None] = {}
         self._compares = compares
         self._quiet = view.one_host and not compares  # the others look only at the last taken task of an op
         # In a ring members hear of others from the left neighbour, and tell the right one.
-        place = view.ring.index(view.me) if view.ring else 0
-        self._right = view.ring[(place + 1) % len(view.ring)] if view.ring else view.me
+        at = view.ring.index(view.me) if view.ring else 0
+        self._right = view.ring[(at + 1) % len(view.ring)] if view.ring else view.me
         others = self._peers if len(view.ring) > 3 else ()  # in a smaller ring all are neighbours
         self.relayed = [(peer, {POSTED: 0, TAKEN: 0}) for peer in others if peer.replica != self._right]
         for word in (*_TO_ALL, *self._levels):
@@ -113,7 +131,7 @@ class Publisher:
         assert own[word] < value or not count, f"word {word} goes from {own[word]:#x} to {value:#x}"
         own[word] = value
         woken = False
-        for words in self._words:
+        for words in self._words[word]:
             asleep = words[ASLEEP]
             if not asleep:
                 continue
@@ -124,15 +142,36 @@ class Publisher:
                 woken = True
         if not self._readers or (word == TAKEN and self._quiet and not last):
             return
+        concerned = self._concerned(word, count)
         for reader in tuple(self._readers):
-            if word in _TO_ALL or reader.replica in self._levels[word]:
+            if concerned is None or reader.replica in concerned:
                 self._send(reader, word, count)
+
+    def _concerned(self, word: int, count: int) -> frozenset[int] | None:
+        """Returns who looks at the word for the sake of this task; None: all. What goes through the tree is posted and
+        taken for the parent's eyes alone, unless the calls or results of all have to be compared."""
+        if word not in _TO_ALL:
+            return self._levels[word]
+        pipeline, index = self._pipeline, count - 1
+        if self._place is None or not count or pipeline.slots[index % SLOTS].algorithm is not pipeline.algorithms.tree:
+            return None
+        if pipeline.asks(index) or (word == TAKEN and pipeline.compared(index)):
+            return None
+        return self._parent_of_leaf
+
+    def _is_concerned(self, reader: MirrorWriter, word: int, count: int) -> bool:
+        concerned = self._concerned(word, count)
+        return concerned is None or reader.replica in concerned
+
+    def tell_all(self, slot: Slot) -> None:
+        """Send all readers what call has posted this task of the tree; the parent may have it."""
+        for reader in tuple(self._readers):
+            if reader.replica not in self._parent_of_leaf:
+                self._send(reader, POSTED, slot.index + 1)
 
     def _ring_at(self, words: memoryview, word: int) -> None:
         """Wake the owner of `words`, which sleeps on connections too, if it looks at this word."""
-        peer = next(peer for peer in self._peers if peer.words is words)
-        if word in _TO_ALL or peer.replica in self._levels[word]:
-            peer.ring()
+        next(peer for peer in self._lookers[word] if peer.words is words).ring()
 
     # -- readers -----------------------------------------------------------------------------------------------------
 
@@ -149,6 +188,7 @@ class Publisher:
                 reader.close()
                 return
             self._readers.remove(known)
+            self._lately.pop(known, None)
             known.close()
         reader.slots = self._pipeline.staged
         self._readers.append(reader)
@@ -158,14 +198,28 @@ class Publisher:
         pipeline = self._pipeline
         first = max(0, pipeline.posted - pipeline.staged)
         for index in range(first, pipeline.posted):
-            self._send(reader, POSTED, index + 1)
+            if self._is_concerned(reader, POSTED, index + 1):
+                self._send(reader, POSTED, index + 1)
         for index in range(first, pipeline.arrived):
             slot = pipeline.slots[index % SLOTS]
             for step in slot.algorithm.steps[: slot.number]:
                 if step.makes and (step.makes in _TO_ALL or reader.replica in self._levels[step.makes]):
                     self._send(reader, step.makes, index + 1)
         for index in range(max(0, pipeline.taken - pipeline.staged), pipeline.taken):
-            self._send(reader, TAKEN, index + 1)
+            if self._is_concerned(reader, TAKEN, index + 1):
+                self._send(reader, TAKEN, index + 1)
+        if self._place is not None:
+            self._welcome_to_tree(reader, first)
+
+    def _welcome_to_tree(self, reader: MirrorWriter, first: int) -> None:
+        pipeline = self._pipeline
+        for word, end in ((GATHERED, pipeline.gathered), (ANNOUNCED, pipeline.announced)):
+            for index in range(first, end):
+                if reader.replica in self._levels[word] and pipeline.slots[index % SLOTS].first:
+                    self._send(reader, word, index + 1)
+        for word, count in ((TAKEN_UP, pipeline.taken_below), (TAKEN_DOWN, pipeline.settled)):
+            if reader.replica in self._levels[word] and count:
+                self._send(reader, word, count)
 
     def relay(self) -> None:
         """Relay what is heard of others to the right neighbour, before anything that follows from it. So after one
@@ -195,13 +249,20 @@ class Publisher:
 
     def told(self, count: int) -> bool:
         """Whether all readers were sent the word that `count` tasks are taken."""
-        self.clogged()
-        return all(reader.told(TAKEN, self._low + count) for reader in self._readers)
+        clogged = self.clogged()
+        if self._place is None:
+            return all(reader.told(TAKEN, self._low + count) for reader in self._readers)
+        told = [reader for reader in self._lately if all(reader.told(word, self._low + count) for word in _ENDS)]
+        done = len(told) == len(self._lately)
+        for reader in told:
+            if reader not in clogged and all(reader.told(word, self._high) for word in _ENDS):
+                del self._lately[reader]
+        return done
 
     def clogged(self) -> list[MirrorWriter]:
         """Send what was left; returns the readers for which something is still left."""
         clogged = []
-        for reader in tuple(self._readers):
+        for reader in tuple(self._readers if self._place is None else self._lately):
             try:
                 if not reader.flush():
                     clogged.append(reader)
@@ -221,19 +282,22 @@ class Publisher:
                 reader.flush()  # a failed op may have left a word that says so
             reader.close()
         self._readers.clear()
+        self._lately.clear()
         return kept
 
     def _send(self, reader: MirrorWriter, word: int, count: int) -> None:
         """Push a word to a reader, with the bytes that it announces and that this reader will read."""
+        if self._place is not None:
+            self._lately[reader] = None
         slot = self._pipeline.slots[(count - 1) % SLOTS]
         at = descriptor((count - 1) % SLOTS)
         payload = _NOTHING
         place = self._pipeline.staging(count - 1) * self._segment.chunk
-        if word == TAKEN:
+        if word in _ENDS:
             belongs = (self._own[at + FINGERPRINT], 0, 0)
         else:
             belongs = (self._own[at], self._own[at + 1], self._own[at + DETAIL])
-            start, stop = slot.algorithm.read_by(reader.replica, word, slot)
+            start, stop = self._read_by(reader.replica, word, slot)
             place += start
             if word == POSTED and slot.straight:
                 # None if it is taken: then all have what they need of it.
@@ -249,8 +313,15 @@ class Publisher:
         except OSError as error:
             self._drop(reader, error)
 
+    def _read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
+        """Returns the bytes of the slot that a reader needs of what `word` announces."""
+        if word in (GATHERED, ANNOUNCED) and slot.algorithm is not self._pipeline.algorithms.tree:
+            return 0, 0
+        return slot.algorithm.read_by(reader, word, slot)
+
     def _drop(self, reader: MirrorWriter, error: OSError) -> None:
         reader.close()
+        self._lately.pop(reader, None)
         if reader in self._readers:  # once
             self._readers.remove(reader)
             who = self._me if isinstance(error, CannotSend) else reader.replica

@@ -28,7 +28,7 @@ from ftcomm.recorder.recorder import GroupRecorder, unread
 from ftcomm.settings.tuning import Tuning
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import MirrorWriter, Peer, Poller
-from ftcomm.transport.segment import POSTED, SLOTS, TAKEN, Memory, Segment
+from ftcomm.transport.segment import ANNOUNCED, GATHERED, POSTED, SLOTS, TAKEN, Memory, Segment
 
 
 class Interrupted(Exception):
@@ -101,6 +101,8 @@ class Stream:
             if op is not None:
                 self.post(op)
                 moved = True
+        if pipeline.place is not None and pipeline.announced < pipeline.posted:
+            moved = self._meet() or moved
         if pipeline.arrived < pipeline.posted:
             slot = pipeline.to_arrive()
             if slot is not None:
@@ -118,6 +120,36 @@ class Stream:
             if slot is not None:
                 self.take(slot)
                 moved = True
+        if pipeline.place is not None and pipeline.ends:
+            for word, end in pipeline.to_settle():
+                self.publisher.publish(word, end)
+                moved = True
+        return moved
+
+    def _meet(self) -> bool:
+        """Learn through the tree that all have called an op, and have the result where it brings one."""
+        pipeline, publisher, algorithm = self.pipeline, self.publisher, self.pipeline.algorithms.tree
+        place = pipeline.place
+        assert place is not None
+        assert algorithm is not None
+        moved = False
+        if pipeline.gathered < pipeline.posted and (slot := pipeline.to_gather()) is not None:
+            if pipeline.compare_below(slot) and slot.algorithm is algorithm and place.children:
+                algorithm.gather(slot)
+            pipeline.gathered = slot.index + 1
+            if place.children:
+                publisher.publish(GATHERED, slot.index + 1)
+            moved = True
+        if (slot := pipeline.to_announce()) is not None:
+            brings = pipeline.hear_above(slot) and slot.algorithm is algorithm
+            if brings and place.children and place.parent >= 0:
+                algorithm.announce(slot)
+            pipeline.announce(slot)
+            if pipeline.asks(slot.index) and slot.algorithm is algorithm:
+                publisher.tell_all(slot)
+            if place.children:
+                publisher.publish(ANNOUNCED, slot.index + 1)
+            moved = True
         return moved
 
     def post(self, op: Operation) -> None:

@@ -7,6 +7,7 @@ comes to a member, and from whom:
     two-shot         as much, from each other the same
     one-shot         the size from each other; the fast path does the same
     hierarchical     not counted: what crosses depends on the hosts
+    tree             not counted: it carries small ops
 
 The other collectives are not counted.
 """

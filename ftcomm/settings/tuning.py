@@ -39,11 +39,17 @@ class Tuning:
     # `ftcomm.collective.ring_order`.
     ring_racks: tuple[str, ...] = ()
     ring_hosts: tuple[str, ...] = ()
+    # Between hosts, through the tree up to here; 0: there is no tree in groups of so many.
+    tree: Points = ((16, 0), (MEMBERS, 64 << 10))
+    # The same on one host. There it costs more than it saves: to read a word is cheap, and to hand over is not.
+    tree_on_one_host: Points = ((MEMBERS, 0),)
+    tree_fan: int = 4  # the most children of a member of the tree
     source: str = dataclasses.field(default="built in", compare=False)
 
     @property
     def _points(self) -> tuple[object, ...]:
-        return self.one_host, self.hosts, self.ring, self.two_levels, self.ring_racks, self.ring_hosts
+        ring, tree = (self.ring_racks, self.ring_hosts), (self.tree, self.tree_on_one_host, self.tree_fan)
+        return self.one_host, self.hosts, self.ring, self.two_levels, *ring, *tree
 
     @property
     def digest(self) -> str:

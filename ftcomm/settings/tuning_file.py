@@ -23,6 +23,8 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     one_shot_between_hosts: Sizes = {}
     direct_before_ring: Sizes = {}
     direct_before_two_levels: Sizes = {}
+    tree_between_hosts: Sizes = {}  # 0: none
+    tree_on_one_host: Sizes = {}
     ring_through_racks: Names = []  # in this order; those that are not in it come behind
     ring_through_hosts: Names = []  # by address; within a rack
     measured: dict[str, Any] = {}  # where, when and by what; for people
@@ -47,7 +49,9 @@ def load(path: str) -> Tuning:
         _over(BUILT_IN.two_levels, file.direct_before_two_levels),
         tuple(file.ring_through_racks),
         tuple(file.ring_through_hosts),
-        path,
+        _over(BUILT_IN.tree, file.tree_between_hosts),
+        _over(BUILT_IN.tree_on_one_host, file.tree_on_one_host),
+        source=path,
     )
 
 

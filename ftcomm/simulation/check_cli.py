@@ -22,6 +22,13 @@ from ftcomm.simulation.mutations import MUTATIONS
 @click.option("--two-shot", is_flag=True, help="Members on several hosts: each reduces a slice, all copy the slices.")
 @click.option("--atomic", is_flag=True, help="Ops that end with one set of contributors in all their chunks.")
 @click.option("--verify", is_flag=True, help="As with FTCOMM_VERIFY=1: a false alarm is a violation.")
+@click.option(
+    "--tree",
+    type=click.IntRange(0),
+    default=0,
+    metavar="FAN",
+    help="Ops of one chunk go through a tree.  [default: none]",
+)
 @click.option("--forming", is_flag=True, help="Begin when the first view is decided, not when all run in it.")
 @click.option("--unreduced", is_flag=True, help="Explore also those orders of steps that are known not to matter.")
 @click.option("--seconds", type=float, metavar="S", help="Give up after that time.  [default: never]")
@@ -39,6 +46,7 @@ def check(
     two_shot: bool,
     atomic: bool,
     verify: bool,
+    tree: int,
     forming: bool,
     unreduced: bool,
     seconds: float | None,
@@ -60,7 +68,7 @@ def check(
     if ops * chunks >= MOST_CHUNKS:
         raise click.UsageError(f"{ops} ops of {chunks} chunks: at most {MOST_CHUNKS - 1} chunks can be told apart")
     try:
-        group = CheckedGroup(members, ops, chunks, one_host=not two_shot, atomic=atomic, verify=verify)
+        group = CheckedGroup(members, ops, chunks, one_host=not two_shot, atomic=atomic, verify=verify, tree=tree)
         known = MUTATIONS[mutation] if mutation is not None else None
         checked = ExhaustiveCheck(group, faults, known, resets=resets, reduced=not unreduced, forming=forming)
         if known is not None:

@@ -214,7 +214,7 @@ class SimulatedExchange:
     def enter(self, view: View, index: int, peers: Mapping[int, Peer], progress: Mapping[int, m.Progress]) -> Resumed:
         """A view, of whose members the addresses at `index` are those of the memories."""
         plan = self._plan(view, {member.replica: member.ranks[index] for member in view.members})
-        self.rank.promises.reordered |= bool(plan.ring or plan.hosts)
+        self.rank.promises.reordered |= bool(plan.ring or plan.hosts or plan.tree)
         ops = list(self.inflight.ops)
         resumed = self.exchange.resume(plan, peers, progress)
         self.rank.promises.copies += resumed.copied
@@ -225,8 +225,13 @@ class SimulatedExchange:
 
     def _plan(self, view: View, members: Mapping[int, Address]) -> GroupView:
         """Returns the plan of a view. Chance has it how its large all-reduces go, the same for all members."""
+        chance = random.Random(f"{self.rank.world.seed} {self.group} {view.epoch}")
         ways = [way for way in Way if way is not Way.RING or not self.group]  # no subgroup has a ring
-        way = random.Random(f"{self.rank.world.seed} {self.group} {view.epoch}").choice(ways)
+        way = chance.choice(ways)
+        tuning = way.tuning
+        if self.rank.world.trees:
+            points, fan = ((MEMBERS, EVER),), chance.choice((1, 2, 3, 8))
+            tuning = dataclasses.replace(tuning, tree=points, tree_on_one_host=points, tree_fan=fan)
         plan = group_view(
             view.epoch,
             self.me,
@@ -234,7 +239,7 @@ class SimulatedExchange:
             view.contributing,
             ring=way is Way.RING,
             hierarchical=way is Way.HIERARCHICAL,
-            tuning=way.tuning,
+            tuning=tuning,
         )
         return dataclasses.replace(plan, alike=way is not Way.TWO_SHOT)
 

@@ -13,7 +13,7 @@ from ftcomm.simulation.faults import Faults
 from ftcomm.simulation.job import SimulatedJob
 from ftcomm.simulation.network import SimulatedNetwork
 from ftcomm.simulation.promises import BrokenPromise, Promises
-from ftcomm.simulation.scenario import draw, with_groups, with_loops, with_protection, with_statics
+from ftcomm.simulation.scenario import draw, with_groups, with_loops, with_protection, with_small_ops, with_statics
 from ftcomm.simulation.world import World
 
 # Kinds of histories in which some holder is never hit.
@@ -39,11 +39,19 @@ class History:
     trace: tuple[str, ...] = ()
 
 
-def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = False, extended: bool = True) -> History:
+def run(
+    seed: int,
+    least: int = 2,
+    most: int = 16,
+    *kinds: str,
+    traced: bool = False,
+    extended: bool = True,
+    trees: bool = False,
+) -> History:
     """The history of a seed; the same for the same arguments. Raises nothing that happens in it. Some that are
-    `extended` have static groups, or protected data."""
+    `extended` have static groups, or protected data. `trees`: with small ops, which go through a tree."""
     began = time.process_time()
-    world = World(seed, traced=traced)
+    world = World(seed, traced=traced, trees=trees)
     scenario = draw(world.random, least, most, kinds)
     if seed % 4 == 0:
         scenario = with_groups(scenario, random.Random(f"groups of {seed}"))
@@ -54,6 +62,8 @@ def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = F
         scenario = with_statics(scenario, random.Random(f"static groups of {seed}"))
     if (extended and seed % 5 == 2) or scenario.kind == "attacked":
         scenario = with_protection(scenario, random.Random(f"protection of {seed}"))
+    if trees:
+        scenario = with_small_ops(scenario, random.Random(f"small ops of {seed}"))
     promises = Promises()
     network = SimulatedNetwork(world, scenario.conditions, scenario.data, attacked=scenario.kind == "attacked")
     job = SimulatedJob(scenario, world, network, promises)

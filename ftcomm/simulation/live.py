@@ -31,6 +31,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError
 from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.settings.tuning import EVER, Tuning
 from ftcomm.simulation.memory import CHUNK, TinyMemory
 from ftcomm.simulation.promises import BrokenPromise
 from ftcomm.simulation.states import References, freeze, is_plain, thaw
@@ -76,6 +77,16 @@ class SteppedPipeline(Pipeline):
     def to_arrive(self) -> Slot | None:
         return super().to_arrive() if "arrive" in self.stages else None
 
+    def to_gather(self) -> Slot | None:
+        return super().to_gather() if "gather" in self.stages else None
+
+    def to_announce(self) -> Slot | None:
+        return super().to_announce() if "announce" in self.stages else None
+
+    def to_settle(self) -> Iterator[tuple[int, int]]:
+        if "settle" in self.stages:
+            yield from super().to_settle()
+
     def to_step(self) -> Iterator[Slot]:
         yield from itertools.islice(super().to_step(), int("step" in self.stages))
 
@@ -106,8 +117,8 @@ class SteppedStream(Stream):
 
     def look(self, op: Operation) -> int:
         """The peers, from the first on, whose words a look at them one after the other finds good."""
-        if not 0 <= op.end <= self.pipeline.taken:
-            return 0
+        if not 0 <= op.end <= self.pipeline.taken or (self.pipeline.place is not None and op.end in self.pipeline.ends):
+            return 0  # by the tree members learn of others step by step in any case
         behind = self.gate.behind(op.end)
         return self.gate.peers.index(behind[0]) if behind else len(self.gate.peers)
 
@@ -130,11 +141,17 @@ class CheckedGroup:
     one_host: bool = True  # one-shot; else two-shot, since members on several hosts always are
     atomic: bool = False
     verify: bool = False  # fingerprints of the results are compared, and never differ
+    tree: int = 0  # the most children of a member of the tree through which ops of one chunk go; 0: there is none
 
     @property
     def chunk(self) -> int:
         """Bytes. In two-shot each member has a slice of each chunk, a cache line."""
         return CHUNK if self.one_host else CHUNK * self.members
+
+    @property
+    def tuning(self) -> Tuning:
+        points = ((MOST_MEMBERS, EVER if self.tree else 0),)
+        return Tuning(tree=points, tree_on_one_host=points, tree_fan=max(1, self.tree))
 
     @property
     def elements(self) -> int:
@@ -319,6 +336,7 @@ class Live:
             return ""
         before, pipeline = self._finals(), stream.pipeline
         counts = (pipeline.posted, pipeline.arrived, pipeline.taken)
+        met = self._met(pipeline)
         task = pipeline.slots[pipeline.taken % SLOTS].task if pipeline.taken < pipeline.posted else None
         copies = isinstance(task, Task) and task.holder != REDUCE
         unposted = len(pipeline.unposted)
@@ -334,7 +352,17 @@ class Live:
             return "; ".join(said) or "is done with a task"
         if pipeline.arrived > counts[1]:
             return f"sees task {counts[1]} posted by all"
-        return f"posts task {counts[0]}" if pipeline.posted > counts[0] else "reduces its slice"
+        if pipeline.posted > counts[0]:
+            return f"posts task {counts[0]}"
+        if self._met(pipeline) == met:
+            return "reduces its slice"
+        return "knows of {}/{} tasks posted and of {}/{} taken below it/by all".format(*self._met(pipeline))
+
+    @staticmethod
+    def _met(pipeline: Pipeline) -> tuple[int, ...]:
+        if pipeline.place is None:
+            return ()
+        return pipeline.gathered, pipeline.announced, pipeline.taken_below, pipeline.settled
 
     def _finals(self) -> dict[tuple[int, int], tuple[int, ...] | None]:
         return {(op.number, chunk): who for op in self.flight.ops for chunk, who in enumerate(op.finals)}
@@ -403,7 +431,8 @@ class Live:
         (view, progress), self.pending = self.pending, None
         if not self.node.wants(view):
             return f"has no use for view {view.epoch} any more"
-        plan = GroupView(view.epoch, self.replica, view.replicas, view.contributing, self.group.one_host)
+        one_host, tuning = self.group.one_host, self.group.tuning
+        plan = GroupView(view.epoch, self.replica, view.replicas, view.contributing, one_host, tuning=tuning)
         peers: dict[int, Peer] = {x: self.memories[x] for x in view.replicas if x != self.replica}
         in_flight = list(self.flight.ops)
         resumed, error = self.core.enter(plan, peers, progress)
@@ -477,7 +506,7 @@ class Live:
 
 def _save_slot(slot: Slot) -> Hashable:
     """Returns what `Pipeline.bind` does not make again of the op and the task."""
-    known = ((name, getattr(slot, name)) for name in Slot.__slots__)
+    known = ((name, getattr(slot, name)) for name in Slot.__slots__ if name != "views")
     return tuple((name, freeze(value)) for name, value in known if is_plain(value))
 
 

@@ -26,7 +26,7 @@ from ftcomm.simulation.mutations import Mutation
 from ftcomm.simulation.promises import BrokenPromise
 from ftcomm.simulation.states import freeze, load_memory, save_memory, thaw
 
-STAGES = ("post", "arrive", "step", "take")
+STAGES = ("post", "gather", "announce", "arrive", "step", "take", "settle")
 LOST = "its connection closed"  # also said of who is suspected, so that both are one state
 
 Pair = int  # a member and its memory, numbered

@@ -188,6 +188,12 @@ def with_statics(scenario: Scenario, rng: random.Random) -> Scenario:
     return dataclasses.replace(scenario, work=dataclasses.replace(scenario.work, statics=rng.choice((1, 2, 4))))
 
 
+def with_small_ops(scenario: Scenario, rng: random.Random) -> Scenario:
+    """The same, with ops of one chunk among its ops, which are atomic in any case."""
+    counts = tuple(rng.choice((1, ELEMENTS, count)) for count in scenario.work.counts)
+    return dataclasses.replace(scenario, work=dataclasses.replace(scenario.work, counts=counts))
+
+
 def with_protection(scenario: Scenario, rng: random.Random) -> Scenario:
     """The same, with data protected between hosts."""
     return dataclasses.replace(scenario, data=rng.choice(("mac", "aes-gcm")))

@@ -23,7 +23,8 @@ _BATCH = 50  # seeds that a worker takes at a time
 _SHOWN = 5  # failing seeds that are told in full
 
 
-_Batch = tuple[int, int, int, int, tuple[str, ...]]  # first and last seed, least and most members, kinds
+# First and last seed, least and most members, kinds, whether there are trees.
+_Batch = tuple[int, int, int, int, tuple[str, ...], bool]
 
 
 def _members(text: str) -> tuple[int, int]:
@@ -55,30 +56,37 @@ def _members(text: str) -> tuple[int, int]:
     metavar="K,K",
     help=f"Only histories of these kinds: {', '.join(sorted(KINDS))}.  [default: all of them]",
 )
+@click.option("--trees", is_flag=True, help="Small all-reduces go through a tree, however few members there are.")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
 @click.option("--replay", type=click.IntRange(0), metavar="SEED", help="Run one history, and print all that happens.")
 def simulate(
-    seeds: int, first: int, members: tuple[int, int], kinds: tuple[str, ...], jobs: int | None, replay: int | None
+    seeds: int,
+    first: int,
+    members: tuple[int, int],
+    kinds: tuple[str, ...],
+    trees: bool,
+    jobs: int | None,
+    replay: int | None,
 ) -> None:
     """Run the protocol in virtual time, with everything going wrong.
 
     The coordinator, the members, their exchange and their catch-up are those of the product; processes, clocks and the
     network are simulated. A seed is a whole history: members are killed, stopped, held, slowed down, cut off, restarted
     and survived by their children, the coordinator is all that and given an older store, and what users are promised is
-    checked all the while. The seed of a history in which a promise does not hold is
-    printed, and --replay with the same --members and --kinds shows it again, event for event. Exits with 1 then.
+    checked all the while. The seed of a history in which a promise does not hold is printed, and --replay with the same
+    --members, --kinds and --trees shows it again, event for event. Exits with 1 then.
     """
     least, most = members
     if replay is not None:
-        history = run(replay, least, most, *kinds, traced=True)
+        history = run(replay, least, most, *kinds, traced=True, trees=trees)
         for line in history.trace:
             click.echo(line)
         click.echo(history.broken or f"no promise is broken{f'; {history.ended}' if history.ended else ''}")
         sys.exit(1 if history.broken else 0)
     workers = jobs or len(os.sched_getaffinity(0))
     begins = range(first, first + seeds, _BATCH)
-    batches = [(begin, min(begin + _BATCH, first + seeds), least, most, kinds) for begin in begins]
-    sys.exit(1 if _report(_watched(_all(batches, workers), seeds), workers, members, kinds) else 0)
+    batches = [(begin, min(begin + _BATCH, first + seeds), least, most, kinds, trees) for begin in begins]
+    sys.exit(1 if _report(_watched(_all(batches, workers), seeds), workers, members, kinds, trees) else 0)
 
 
 def _all(batches: list[_Batch], workers: int) -> Iterator[list[History]]:
@@ -90,8 +98,8 @@ def _all(batches: list[_Batch], workers: int) -> Iterator[list[History]]:
 
 
 def _batch(batch: _Batch) -> list[History]:
-    begin, end, least, most, kinds = batch
-    return [run(seed, least, most, *kinds) for seed in range(begin, end)]
+    begin, end, least, most, kinds, trees = batch
+    return [run(seed, least, most, *kinds, trees=trees) for seed in range(begin, end)]
 
 
 def _watched(batches: Iterable[list[History]], seeds: int) -> Iterator[History]:
@@ -113,7 +121,9 @@ def _watched(batches: Iterable[list[History]], seeds: int) -> Iterator[History]:
             progress.update(task, advance=len(histories), broken=f"[red]{broken} broken" if broken else "")
 
 
-def _report(histories: Iterator[History], workers: int, members: tuple[int, int], kinds: tuple[str, ...]) -> int:
+def _report(
+    histories: Iterator[History], workers: int, members: tuple[int, int], kinds: tuple[str, ...], trees: bool
+) -> int:
     """Print what came of them; returns in how many a promise was broken."""
     began = time.monotonic()
     broken: list[History] = []
@@ -133,7 +143,7 @@ def _report(histories: Iterator[History], workers: int, members: tuple[int, int]
         if history.broken:
             broken.append(history)
     seconds = time.monotonic() - began
-    only = f" --kinds {','.join(kinds)}" if kinds else ""
+    only = (f" --kinds {','.join(kinds)}" if kinds else "") + (" --trees" if trees else "")
     for history in sorted(broken, key=lambda history: history.seed)[:_SHOWN]:
         click.echo(f"seed {history.seed} ({history.kind}, {history.members} members): {history.broken}")
         click.echo(f"  ftcomm simulate --replay {history.seed} --members {members[0]}..{members[1]}{only}\n")

@@ -17,8 +17,9 @@ Call = Callable[..., object]
 class World:
     """All times are seconds of virtual time since the beginning."""
 
-    def __init__(self, seed: int, *, traced: bool = False) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, *, traced: bool = False, trees: bool = False) -> None:
+        """`trees`: small all-reduces go through a tree, however few members there are."""
+        self.seed, self.trees = seed, trees
         self.random = random.Random(seed)
         self.now = 0.0
         self.events = 0

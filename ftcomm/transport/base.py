@@ -11,16 +11,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ftcomm.kernels.epochs import COUNTS
-from ftcomm.transport.segment import DETAIL, FINGERPRINT, POSTED, SLOTS, TAKEN, Memory, descriptor
+from ftcomm.transport.segment import (
+    ANNOUNCED,
+    DETAIL,
+    FINGERPRINT,
+    GATHERED,
+    POSTED,
+    SLOTS,
+    TAKEN,
+    Memory,
+    descriptor,
+)
 
 Lost = Callable[[int, int, str], None]  # (replica, epoch, reason)
-Belongs = tuple[int, int, int]  # POSTED: number, call and detail of the op; TAKEN: a fingerprint, 0, 0
+Belongs = tuple[int, int, int]  # `_DESCRIBED`: number, call and detail of the op; TAKEN: a fingerprint, 0, 0
+
+_DESCRIBED = (POSTED, GATHERED, ANNOUNCED)
 
 
 def raise_word(words: memoryview, word: int, value: int, belongs: Belongs) -> None:
     """Store a word of a mirror, behind what belongs to its value."""
     at = descriptor(((value & (COUNTS - 1)) - 1) % SLOTS)
-    if word == POSTED:
+    if word in _DESCRIBED:
         words[at], words[at + 1], words[at + DETAIL] = belongs
     elif word == TAKEN:
         words[at + FINGERPRINT] = belongs[0]

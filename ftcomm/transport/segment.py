@@ -1,7 +1,8 @@
 """The memory through which a rank speaks to its group, and its layout, which a segment and its mirrors share.
 
-    some pages      words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives,
-                    levels of the ring: one page for up to 17 members, two for 49, nine for 256
+    some pages      words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, those of the tree (up and down),
+                    descriptors of slots, lives, levels of the ring: one page for up to 17 members, two for 49, nine
+                    for 256
     STAGED bytes    region POSTED:  the owner's input of a chunk, for the others to read
     STAGED bytes    region REDUCED: the owner's slice of a reduced chunk
 
@@ -52,9 +53,14 @@ POSTED = 1 * _LINE
 REDUCED = 2 * _LINE
 TAKEN = 3 * _LINE
 ASLEEP = 4 * _LINE
+GATHERED = 5 * _LINE  # see ftcomm.collective.tree
+TAKEN_UP = GATHERED + 1
+ANNOUNCED = 6 * _LINE
+TAKEN_DOWN = ANNOUNCED + 1
 _DESCRIPTORS = 8 * _LINE
 _LIVES = 16 * _LINE
 _LEVELS = 32 * _LINE
+TREE = (GATHERED, ANNOUNCED, TAKEN_UP, TAKEN_DOWN)  # the words of the tree
 LIVES = 16  # the kernel wakes one watcher of each; in larger groups that one wakes those that share it
 FINGERPRINT = 2  # see ftcomm.collective.checksum
 DETAIL = 3  # the rest of a call, besides sizes, dtype and reduction, see ftcomm.collective.schedule
@@ -151,7 +157,7 @@ def reached_at(word: int) -> int:
 @functools.cache
 def published(members: int) -> frozenset[int]:
     """Returns the words that count tasks, in a group of so many members."""
-    return frozenset((POSTED, REDUCED, TAKEN, *map(level, range(1, levels(members) + 1))))
+    return frozenset((POSTED, REDUCED, TAKEN, *TREE, *map(level, range(1, levels(members) + 1))))
 
 
 def life(reader: int) -> int:

@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +22,7 @@ from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
 from ftcomm.errors import LostError
+from ftcomm.settings.tuning import BUILT_IN, Tuning
 from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import connect
 from ftcomm.transport.segment import Segment
@@ -58,6 +60,7 @@ class Member:
             on_stall=lambda stall: self.send("stall", stall),
         )
         self.peers: dict[int, Peer] = {}
+        self.tuning = BUILT_IN
         self.server = socket.create_server(("127.0.0.1", 0))
         port = self.server.getsockname()[1]
         boot = f"boot{replica % 2}" if mode == "hosts" else "boot"
@@ -103,7 +106,7 @@ class Member:
                         m,
                         there,
                         epoch=epoch,
-                        mode={"ring": "tcp", "hosts": "auto"}.get(self.mode, self.mode),
+                        mode={"ring": "tcp", "loopback": "tcp", "hosts": "auto"}.get(self.mode, self.mode),
                         dial=lambda what, there=there: self.dial(there, epoch),  # type: ignore[misc]
                         on_lost=lambda *args: self.send("lost", *args),
                         layout=self.segment.layout,
@@ -112,7 +115,16 @@ class Member:
                     return
         ring = tuple(reversed(members)) if self.mode == "ring" else ()
         hosts = shared_hosts({m: there.boot for m, there in members.items()})
-        view = GroupView(epoch, self.replica, tuple(members), frozenset(members), self.mode == "shm", ring, hosts=hosts)
+        view = GroupView(
+            epoch,
+            self.replica,
+            tuple(members),
+            frozenset(members),
+            self.mode in ("shm", "loopback"),
+            ring,
+            hosts=hosts,
+            tuning=self.tuning,
+        )
         self.peers = peers
         self.exchange.resume(view, peers, held)
 
@@ -134,6 +146,44 @@ class Member:
                 raise AssertionError(f"elements {start}..{stop} are not the sum of {who}")
         digest = hashlib.blake2b(array.view(np.uint8)).hexdigest()
         self.send("done", op.number, digest, op.spans())
+
+    def tune(self, tuning: Tuning) -> None:
+        """Use other switch points from the next view on."""
+        self.tuning = tuning
+
+    def many(self, count: int, times: int) -> None:
+        """One op after the other; reports a digest of all results, after comparing each with what its contributors must
+        give, and the contributors of the first and the last."""
+        seen = hashlib.blake2b()
+        everybody: list[tuple[int, ...]] = []
+        for number in range(times):
+            array = pattern(self.replica, count)
+            op = Operation(array, "float32", "sum")
+            if number == times // 4:
+                self.send("started")
+            self.exchange.run(op)
+            if op.error is not None:
+                raise op.error
+            ((_, _, who),) = op.spans()
+            everybody.append(who)
+            if not np.array_equal(array, pattern(0, count) / weight(0) * np.float32(sum(map(weight, who)))):
+                raise AssertionError(f"op {op.number} is not the sum of {who}")
+            seen.update(array.tobytes())
+        self.send("done", seen.hexdigest(), everybody[0], everybody[-1])
+
+    def repeat(self, count: int, times: int) -> None:
+        """One op after the other; reports how long each took, and the seconds of the processor for all."""
+        array = np.zeros(count, np.float32)
+        took = []
+        worked = time.process_time()
+        for _ in range(times):
+            op = Operation(array, "float32", "sum")
+            began = time.perf_counter()
+            self.exchange.run(op)
+            took.append(time.perf_counter() - began)
+            if op.error is not None:
+                raise op.error
+        self.send("done", took, time.process_time() - worked)
 
     def call(self, kind: str, count: int, roster: tuple[int, ...]) -> None:
         """One op of another kind; reports what it failed with, or nothing after a look at the result."""
@@ -203,7 +253,7 @@ def main(replica: int, mode: str, pipe: Connection, members: int) -> None:
             name, *args = pipe.recv()
             if name == "end":
                 return
-            if name in ("reduce", "call"):  # in a thread, as a script beside its control plane
+            if name in ("reduce", "many", "repeat", "call"):  # in a thread, as a script beside its control plane
                 threading.Thread(
                     target=getattr(member, name), args=args, name=f"call-{next(calls)}", daemon=True
                 ).start()

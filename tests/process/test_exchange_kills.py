@@ -208,6 +208,22 @@ def test_24_members_lose_two_in_mid_op(jobs: list[Job], mode: str, large: int) -
     assert job.results() == {("",)}
 
 
+def test_24_members_lose_who_stands_between_them_in_the_tree(jobs: list[Job]) -> None:
+    """Small ops between hosts, one after the other: a member with children and a leaf are killed, then the top."""
+    job = Job(24, "tcp")
+    jobs.append(job)
+    job.start()
+    for lost in ((1, 23), (0,)):
+        before = tuple(job.processes)
+        job.start_all("many", 250, 40)
+        job.receive(before[2], "started")
+        for replica in lost:
+            job.kill(replica)
+        job.view()
+        (result,) = job.results()  # the bytes of each of these ops
+        assert result[1:] == (before, tuple(job.processes))
+
+
 KINDS = ("broadcast", "allgather", "gather", "scatter", "alltoall", "reduce", "reduce_scatter", "barrier")
 
 

@@ -55,6 +55,21 @@ def test_no_promise_is_broken_among_many(kind: str, members: int, seed: int) -> 
     assert history.views > 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "least", "most", "seeds"),
+    [("kills", 3, 9, 20), ("severed", 3, 9, 20), ("storm", 3, 9, 10), ("kills", 17, 17, 1), ("severed", 24, 24, 1)],
+)
+def test_no_promise_is_broken_by_a_tree(kind: str, least: int, most: int, seeds: int) -> None:
+    """Through which small ops go. `ftcomm simulate --trees --members 17..64` runs more."""
+    returns = 0
+    for seed in range(seeds):
+        history = run(seed, least, most, kind, trees=True)
+        again = f"ftcomm simulate --replay {seed} --members {least}..{most} --kinds {kind} --trees"
+        assert not history.broken, f"{history.broken}\n{again}"
+        returns += history.returns
+    assert returns > 12 * seeds
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_no_survivor_goes_with_members_that_hold_the_job_up_one_after_the_other(
     told: bool, monkeypatch: pytest.MonkeyPatch

@@ -61,7 +61,7 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.peer_cache import PeerCache
 from ftcomm.transport.router import Incoming
 from ftcomm.transport.secure import Gmac
-from ftcomm.transport.segment import LEAST, level, levels
+from ftcomm.transport.segment import ANNOUNCED, GATHERED, LEAST, TAKEN_DOWN, TAKEN_UP, level, levels
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
@@ -557,7 +557,7 @@ def readers_of_one_epoch(patch: Patch) -> None:
 
 def slots_not_waited_for(patch: Patch) -> None:
     """Between hosts a slot is used again before all have taken what lies in it."""
-    patch.setattr(Pipeline, "_gate_of_slot", lambda self: self.posted_by_all)
+    patch.setattr(Pipeline, "_gates_of_slot", lambda self: (self.posted_by_all,))
 
 
 def levels_not_waited_for(patch: Patch) -> None:
@@ -854,6 +854,46 @@ def says_a_loss_once(patch: Patch) -> None:
     patch.setattr(Losses, "tick", quiet)
 
 
+def _open(patch: Patch, word: int) -> None:
+    is_open = Gate.is_open
+    patch.setattr(Gate, "is_open", lambda self, count: self.word == word or is_open(self, count))
+
+
+def sums_before_it_is_there(patch: Patch) -> None:
+    """In a tree a member adds what a child has before the child says that it is there."""
+    _open(patch, GATHERED)
+
+
+def copies_before_it_is_there(patch: Patch) -> None:
+    """In a tree a member takes the result before its parent says that it is there."""
+    _open(patch, ANNOUNCED)
+
+
+def answers_for_others(patch: Patch) -> None:
+    """In a tree a member says that all below it hold an op before its children have said so."""
+    _open(patch, TAKEN_UP)
+
+
+def returns_with_its_own(patch: Patch) -> None:
+    """In a tree an op returns when those below a member hold it."""
+    _open(patch, TAKEN_DOWN)
+
+
+def compares_no_calls(patch: Patch) -> None:
+    """In a tree a member does not look at the calls of its children."""
+    patch.setattr(Pipeline, "compare_below", lambda self, slot: True)
+
+
+def hears_of_no_calls(patch: Patch) -> None:
+    """In a tree a member does not look at what its parent has found of the calls."""
+    patch.setattr(Pipeline, "hear_above", lambda self, slot: True)
+
+
+def late_readers_miss_the_tree(patch: Patch) -> None:
+    """A reader that attaches late does not get what the words of the tree have said."""
+    patch.setattr(Publisher, "_welcome_to_tree", lambda self, reader, first: None)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "no-quiesce": (no_quiesce, "kills", 400),
@@ -940,11 +980,23 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "tells-on-where-it-stopped": (tells_on_where_it_stopped, "resets", 40),
     "addresses-of-another-group": (addresses_of_another_group, "kills", 40),
     "says-a-loss-once": (says_a_loss_once, "severed", 40),
+    "sums-before-it-is-there": (sums_before_it_is_there, "kills", 20),
+    "copies-before-it-is-there": (copies_before_it_is_there, "kills", 20),
+    "answers-for-others": (answers_for_others, "kills", 100),
+    "returns-with-its-own": (returns_with_its_own, "severed", 100),
+    "compares-no-calls": (compares_no_calls, "kills", 100),
+    "hears-of-no-calls": (hears_of_no_calls, "kills", 100),
+    "late-readers-miss-the-tree": (late_readers_miss_the_tree, "severed", 20),
 }
+# Those of the tree: in histories of three members and more with small ops, all of which go through one.
+TREES = tuple(MUTATIONS)[-7:]
 
 
 # Seeds at which the search begins for those that few histories notice: from 0 on it took up to half a minute each.
 FIRST = {
+    "answers-for-others": 30,
+    "compares-no-calls": 18,
+    "hears-of-no-calls": 18,
     "finished-once": 70,
     "first-reader-counts": 190,
     "half-a-frame": 30,
@@ -987,5 +1039,6 @@ def test_a_rule_taken_out_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
     patch(monkeypatch)
     first, step = FIRST.get(name, 0), STEP.get(name, 1)
     seeds_of = range(first, first + seeds, step)
-    noticed = any(run(seed, 2, 6, kind, extended=name in STEP).broken for seed in seeds_of)
+    least, trees = (3, True) if name in TREES else (2, False)
+    noticed = any(run(seed, least, 6, kind, extended=name in STEP, trees=trees).broken for seed in seeds_of)
     assert noticed, f"not noticed in {seeds} histories from seed {first} on"

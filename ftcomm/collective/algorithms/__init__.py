@@ -12,11 +12,13 @@ from ftcomm.collective.algorithms.compressed import CompressedOneShot, Compresse
 from ftcomm.collective.algorithms.direct import Copy, OneShot, TwoShot
 from ftcomm.collective.algorithms.hierarchical import Hierarchical
 from ftcomm.collective.algorithms.ring import Ring
+from ftcomm.collective.algorithms.tree import Tree
 from ftcomm.collective.compression import FP8, hands_on
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, by_route, two_shot
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.collective.schedule import Batch
+from ftcomm.collective.tree import tree
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.settings.tuning import Tuning
 from ftcomm.transport.segment import Memory
@@ -42,13 +44,17 @@ class Algorithms:
             self.route = Ring(view, memories, reducer)
         elif view.hosts:
             self.route = Hierarchical(view, memories, reducer)
+        self.tree: Tree | None = None  # for small ops
+        if view.tree:
+            self.tree = Tree(view, memories, reducer, tree(view.members, view.tuning.tree_fan)[view.me])
         # The input of a single contributor is the result, which all copy.
         self._sole = self.contributors[0] if len(self.contributors) == 1 else REDUCE
 
     def __iter__(self) -> Iterator[Algorithm]:
         """All of them, each once."""
         yield from (self.one_shot, self.two_shot, self.compressed_one_shot, self.compressed_two_shot)
-        yield from (self.copy, self.batches, *([] if self.route is None else [self.route]))
+        yield from (self.copy, self.batches)
+        yield from (algorithm for algorithm in (self.route, self.tree) if algorithm is not None)
 
     @property
     def readers(self) -> Mapping[int, frozenset[int]]:
@@ -71,6 +77,8 @@ class Algorithms:
             return self.compressed_two_shot if two_shot(nbytes, view) else self.compressed_one_shot
         if self._sole != REDUCE:
             return self.copy
+        if self.tree is not None and nbytes <= view.tree and self.tree.handles(op):
+            return self.tree
         if self.route is not None and by_route(nbytes, view) and hands_on(op.dtype, op.op, op.compression):
             return self.route
         return self.two_shot if two_shot(nbytes, view) else self.one_shot
