@@ -43,6 +43,7 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import CONNECTIONS, accept, here_is
 from ftcomm.transport.connector import Connector
 from ftcomm.transport.router import ConnectionRouter, Incoming, Receiver
+from ftcomm.transport.segment import LEAST
 
 ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any])  # that the engine makes
 
@@ -75,8 +76,10 @@ class Communicator(Generic[ExchangeT]):
         *,
         on_died: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.name, self.me, self.terms, self.p2p = name, me, terms, p2p
         self.segment = engine.segment
+        if terms.algorithm == "ring" and self.segment.layout.members > LEAST:  # fewer have a tree in no case
+            terms = dataclasses.replace(terms, tuning=terms.tuning.around())
+        self.name, self.me, self.terms, self.p2p = name, me, terms, p2p
         self._recorder = process_recorder().group(name, me, kind)
         self.exchange = engine.exchange(events, self._recorder)
         self.here = here_is(*terms.listens, self.segment, terms.tuning, terms.rack, engine.arithmetic, terms.data)

@@ -174,9 +174,10 @@ class Pipeline:
         self._arrival = (self.posted_by_all,)
         self.taken_by_all = self._gate(TAKEN, self.peers, relayed=True)
         self._taken_by_all = (self.taken_by_all,)
-        self._place = tree(view.members, view.tuning.tree_fan)[view.me] if view.tree else None
-        if self._place is not None:
-            self._join(self._place, peers)
+        # The place in the tree; None where there is none.
+        self.place = tree(view.members, view.tuning.tree_fan)[view.me] if view.tree else None
+        if self.place is not None:
+            self._join(self.place, peers)
         served = frozenset() if compares else algorithms.served
         self._taken_by_served = self._gate(TAKEN, [peer for peer in self.peers if peer.replica in served])
         self._served_alone = bool(served)
@@ -213,11 +214,6 @@ class Pipeline:
         self.ends: deque[int] = deque()
         self.taken_below = self.settled = 0  # the last end that my subtree, and that all are known to have taken
 
-    @property
-    def place(self) -> TreeBranch | None:
-        """The place in the tree; None where there is none."""
-        return self._place
-
     def _gate(self, word: int, peers: Iterable[Peer], *, relayed: bool = False) -> Gate:
         return self.gate(self.view, word, peers, relayed=relayed)
 
@@ -231,7 +227,7 @@ class Pipeline:
         taken a task does not tell that others have taken an earlier one. Among members of one host it does.
         """
         before = self.posted - self.staged  # the task that had the slot
-        if before >= 0 and (self._served_alone or self._place is not None):
+        if before >= 0 and (self._served_alone or self.place is not None):
             algorithm = self.slots[before % SLOTS].algorithm
             if self._served_alone and algorithm.chained:
                 return (self._taken_by_served,)
@@ -246,7 +242,7 @@ class Pipeline:
             if self.arrived > self.taken and slot.gates:
                 return Obstacle(slot.gates[min(slot.number, len(slot.gates) - 1)], count)
             gates = slot.arrival
-            if self._place is not None and slot.first and slot.algorithm is not self.algorithms.tree:
+            if self.place is not None and slot.first and slot.algorithm is not self.algorithms.tree:
                 gates = (*gates, *self._meeting)
             return self._first_shut(gates, count, self.posted_by_all)
         if oldest.end < 0:
@@ -261,7 +257,7 @@ class Pipeline:
 
     def _gates_of_end(self, end: int) -> Sequence[Gate]:
         """Returns the gates before an op returns that ends there."""
-        if self._place is None or (end > self.settled and end not in self.ends):
+        if self.place is None or (end > self.settled and end not in self.ends):
             return self._taken_by_all
         return (*self._stability, *self._taken_by_all) if self._compares else self._stability
 
@@ -276,7 +272,7 @@ class Pipeline:
                 if not gate.is_open(self.posted - self.staged + 1):
                     return None
         op = self._next_op()
-        if op is not None and self._place is not None and self._unmet > self.announced:
+        if op is not None and self.place is not None and self._unmet > self.announced:
             # Only then all have been sent what I had to say of my call, which comes before what is posted to all.
             algorithm, _ = self.algorithms.of_task(op, op.tasks[op.next])
             return op if algorithm is self.algorithms.tree else None
@@ -312,7 +308,7 @@ class Pipeline:
             self.unposted.popleft()
         slot.index, slot.op, slot.number = index, op, 0
         slot.algorithm, slot.task = self.algorithms.of_task(op, task)
-        if self._place is not None and slot.algorithm is self.algorithms.tree:
+        if self.place is not None and slot.algorithm is self.algorithms.tree:
             self._unmet = index + 1
         self.bind(slot)
         return slot
@@ -454,7 +450,7 @@ class Pipeline:
         for gate in slot.arrival:
             if not gate.is_open(index + 1):
                 return None
-        if self._place is not None and slot.first and index >= self.announced:
+        if self.place is not None and slot.first and index >= self.announced:
             # A member that owes its children an answer gives it before it can be done with the op.
             return slot if slot.algorithm is not self.algorithms.tree and self._alike(slot) else None
         return slot
@@ -547,7 +543,7 @@ class Pipeline:
         end = op.end
         if not 0 <= end <= self.taken:
             return False
-        if self._place is None:
+        if self.place is None:
             return self.taken_by_all.is_open(end)
         return end not in self.ends and all(gate.is_open(end) for gate in self._gates_of_end(end))
 
@@ -575,7 +571,7 @@ class Pipeline:
     def detail(self, op: Operation) -> int:
         """Returns what members compare besides the call."""
         detail = self._detail if op.schedule is None else op.detail
-        return detail | COMPARES if self._compares and self._place is not None else detail
+        return detail | COMPARES if self._compares and self.place is not None else detail
 
     def fill(self, index: int, op: Operation) -> Slot:
         """Go on with task `index`, the only one of `op`, after the fast path has posted it."""

@@ -33,6 +33,7 @@ from ftcomm.transport.segment import (
     ANNOUNCED,
     ASLEEP,
     DETAIL,
+    ENDS,
     FINGERPRINT,
     GATHERED,
     POSTED,
@@ -46,7 +47,6 @@ from ftcomm.transport.segment import (
 )
 
 _TO_ALL = frozenset((POSTED, REDUCED, TAKEN))  # the words that all others look at
-_ENDS = (TAKEN, TAKEN_UP, TAKEN_DOWN)  # announce no bytes
 _NOTHING = memoryview(b"")
 
 
@@ -206,7 +206,8 @@ class Publisher:
                 if step.makes and (step.makes in _TO_ALL or reader.replica in self._levels[step.makes]):
                     self._send(reader, step.makes, index + 1)
         for index in range(max(0, pipeline.taken - pipeline.staged), pipeline.taken):
-            if self._is_concerned(reader, TAKEN, index + 1):
+            # The slot may have the next task by now; then nothing tells whether this one went through the tree.
+            if pipeline.slots[index % SLOTS].index != index or self._is_concerned(reader, TAKEN, index + 1):
                 self._send(reader, TAKEN, index + 1)
         if self._place is not None:
             self._welcome_to_tree(reader, first)
@@ -252,10 +253,10 @@ class Publisher:
         clogged = self.clogged()
         if self._place is None:
             return all(reader.told(TAKEN, self._low + count) for reader in self._readers)
-        told = [reader for reader in self._lately if all(reader.told(word, self._low + count) for word in _ENDS)]
+        told = [reader for reader in self._lately if all(reader.told(word, self._low + count) for word in ENDS)]
         done = len(told) == len(self._lately)
         for reader in told:
-            if reader not in clogged and all(reader.told(word, self._high) for word in _ENDS):
+            if reader not in clogged and all(reader.told(word, self._high) for word in ENDS):
                 del self._lately[reader]
         return done
 
@@ -293,7 +294,7 @@ class Publisher:
         at = descriptor((count - 1) % SLOTS)
         payload = _NOTHING
         place = self._pipeline.staging(count - 1) * self._segment.chunk
-        if word in _ENDS:
+        if word in ENDS:
             belongs = (self._own[at + FINGERPRINT], 0, 0)
         else:
             belongs = (self._own[at], self._own[at + 1], self._own[at + DETAIL])

@@ -56,6 +56,13 @@ class Tuning:
         """Returns 16 hex digits, equal exactly if the points are."""
         return hashlib.sha256(repr(self._points).encode()).hexdigest()[:16]
 
+    def around(self) -> Tuning:
+        """Returns the same for FTCOMM_ALGORITHM=ring: there is no tree, since members know their neighbours alone."""
+        none = ((MEMBERS, 0),)
+        return dataclasses.replace(
+            self, tree=none, tree_on_one_host=none, source=f"{self.source}, with FTCOMM_ALGORITHM=ring"
+        )
+
     def __str__(self) -> str:
         """The form in which an address tells it."""
         return f"{self.digest} {self.source}"[:256]

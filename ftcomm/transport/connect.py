@@ -112,7 +112,7 @@ def connect(
     if there.tuning and differ(here.tuning, there.tuning):
         raise OtherEngine(
             f"replica {replica} cannot take part: its switch points are {there.tuning}; here they are {here.tuning}. "
-            "Set FTCOMM_TUNING to the same file on all ranks, or unset it everywhere"
+            "Set FTCOMM_TUNING to the same file on all ranks, or unset it everywhere, and FTCOMM_ALGORITHM to the same"
         )
     if mode in ("auto", "shm"):
         reason = _not_shared(here, there)

@@ -61,6 +61,7 @@ _DESCRIPTORS = 8 * _LINE
 _LIVES = 16 * _LINE
 _LEVELS = 32 * _LINE
 TREE = (GATHERED, ANNOUNCED, TAKEN_UP, TAKEN_DOWN)  # the words of the tree
+ENDS = (TAKEN, TAKEN_UP, TAKEN_DOWN)  # the words that announce no bytes
 LIVES = 16  # the kernel wakes one watcher of each; in larger groups that one wakes those that share it
 FINGERPRINT = 2  # see ftcomm.collective.checksum
 DETAIL = 3  # the rest of a call, besides sizes, dtype and reduction, see ftcomm.collective.schedule

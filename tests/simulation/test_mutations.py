@@ -61,7 +61,7 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.peer_cache import PeerCache
 from ftcomm.transport.router import Incoming
 from ftcomm.transport.secure import Gmac
-from ftcomm.transport.segment import ANNOUNCED, GATHERED, LEAST, TAKEN_DOWN, TAKEN_UP, level, levels
+from ftcomm.transport.segment import ANNOUNCED, GATHERED, LEAST, TAKEN, TAKEN_DOWN, TAKEN_UP, level, levels
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
@@ -894,6 +894,21 @@ def late_readers_miss_the_tree(patch: Patch) -> None:
     patch.setattr(Publisher, "_welcome_to_tree", lambda self, reader, first: None)
 
 
+def tells_nobody_of_a_call_that_differs(patch: Patch) -> None:
+    """In a tree members that know of a call that differs do not send all their own."""
+    patch.setattr(Publisher, "tell_all", lambda self, slot: None)
+
+
+def owes_an_answer(patch: Patch) -> None:
+    """An op returns before what a member has to say of it has left through the tree."""
+
+    def told(self: Publisher, count: int) -> bool:
+        self.clogged()
+        return all(reader.told(TAKEN, self._low + count) for reader in self._readers)
+
+    patch.setattr(Publisher, "told", told)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "no-quiesce": (no_quiesce, "kills", 400),
@@ -987,9 +1002,11 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "compares-no-calls": (compares_no_calls, "kills", 100),
     "hears-of-no-calls": (hears_of_no_calls, "kills", 100),
     "late-readers-miss-the-tree": (late_readers_miss_the_tree, "severed", 20),
+    "tells-nobody-of-a-call-that-differs": (tells_nobody_of_a_call_that_differs, "kills", 100),
+    "owes-an-answer": (owes_an_answer, "storm", 100),
 }
 # Those of the tree: in histories of three members and more with small ops, all of which go through one.
-TREES = tuple(MUTATIONS)[-7:]
+TREES = tuple(MUTATIONS)[-9:]
 
 
 # Seeds at which the search begins for those that few histories notice: from 0 on it took up to half a minute each.
@@ -997,6 +1014,8 @@ FIRST = {
     "answers-for-others": 30,
     "compares-no-calls": 18,
     "hears-of-no-calls": 18,
+    "owes-an-answer": 78,
+    "tells-nobody-of-a-call-that-differs": 18,
     "finished-once": 70,
     "first-reader-counts": 190,
     "half-a-frame": 30,

@@ -7,6 +7,8 @@ others did not, whatever they put meanwhile.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ import numpy as np
 import pytest
 
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView
 from ftcomm.errors import TransportError
+from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS
 from ftcomm.transport.base import Peer
 from ftcomm.transport.nixl.context import Nixl
 from ftcomm.transport.segment import HOST, putting
@@ -74,6 +78,25 @@ def rig(ways: list[Nixl], monkeypatch: pytest.MonkeyPatch) -> type[Rig]:
 def test_view_changes_at_random_moments(seed: int, how: str, rig: type[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_rig, "LAYOUT", putting(HOST))
     test_exchange.test_view_changes_at_random_moments(seed, how)
+
+
+@pytest.mark.parametrize(("how", "fan"), [("nixl", 1), ("nixl", 2), ("mixed", 2)])
+def test_small_ops_through_a_tree(how: str, fan: int, rig: type[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes two rounds of puts; some lie in the notifications."""
+    points = ((MEMBERS, EVER),)
+    tuning = dataclasses.replace(BUILT_IN, tree=points, tree_fan=fan)
+    monkeypatch.setattr(exchange_rig, "LAYOUT", putting(HOST))
+    monkeypatch.setattr(exchange_rig, "GroupView", functools.partial(GroupView, tuning=tuning))
+    out: dict[int, list[Operation]] = {}
+    todo = [(count, "int64", "sum") for count in (250, 8_000, 700_001, 1_000, 1_100, 8_000, 9)]
+    with rig(range(5), how) as members:
+        members.view(range(5))
+        for caller in start(members, 11, todo, out).values():
+            caller.join()
+        assert not any(member.lost for member in members.members.values())
+    for ops in out.values():
+        for op in ops:
+            check(op, 11)
 
 
 def test_a_ring_of_four(rig: type[Rig], monkeypatch: pytest.MonkeyPatch) -> None:

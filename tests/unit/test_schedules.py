@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 
 import numpy as np
@@ -29,9 +30,9 @@ from ftcomm.control.messages import Progress
 from ftcomm.errors import LostError, MismatchError
 from ftcomm.kernels import call_codes
 from ftcomm.kernels.host.reduce import Reducer
-from ftcomm.settings.tuning import BUILT_IN, MEMBERS
+from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS, Tuning
 from ftcomm.sync.futex import Waiter
-from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, SLOTS, SPAN, TAKEN, Segment
+from ftcomm.transport.segment import ASLEEP, SLOTS, SPAN, Segment
 from ftcomm.transport.shm import ShmPeer
 from tests.coded import coded
 
@@ -41,7 +42,10 @@ CHUNK = 4096  # bytes; more chunks of less to copy
 DONE: set[object] = set()  # collectives that have returned, and that have failed for a loss, in any schedule
 LOST: set[object] = set()
 SPANS: set[int] = set()  # chunks of a task
+WAYS: set[str] = set()  # algorithms of tasks
+BESIDE: set[tuple[str, str]] = set()  # pairs of them in one view
 TUNING = dataclasses.replace(BUILT_IN, two_levels=((MEMBERS, 64 << 10),))
+EVERY = {"one-shot", "two-shot", "tree", "ring", "hierarchical"}
 COUNTS = (0, 100, 2000, 7000, 20_000, 24_000)  # of float32: one chunk to 24; above 64 KB two-shot, or by a route
 
 
@@ -71,8 +75,12 @@ class World:
     def __init__(self, seed: int, segments: dict[int, Segment]) -> None:
         self.random = random.Random(seed)
         for segment in segments.values():  # as new
-            segment.words[POSTED] = segment.words[REDUCED] = segment.words[TAKEN] = 0
+            for word in segment.published:
+                segment.words[word] = 0
         self.segments = segments
+        chance = random.Random(f"tree of {seed}")
+        self.fan = chance.choice((0, 0, 1, 2, 3))  # of the tree, where there is no ring; 0: none
+        self.compares = not self.fan or chance.random() < 0.5  # results
         self.count = self.random.choice((2, 2, 3, 3, 4, 5))
         self.nodes = {m: self.node(m, segments[m]) for m in range(self.count)}
         self.one_host = self.random.random() < 0.5  # else as far ahead as there are slots, and always two-shot
@@ -92,6 +100,10 @@ class World:
         self.inputs: dict[tuple[int, int], np.ndarray] = {}
         self.atomic = [self.random.random() < 0.5 for _ in self.sizes]
         self.wires = [random.Random(f"{seed} {i}").choice(("input", "fp32", "fp8")) for i in range(len(self.sizes))]
+        if self.fan:  # more ops that go through it
+            for number in range(len(self.sizes)):
+                if chance.random() < 0.5:
+                    self.sizes[number], self.kinds[number], self.wires[number] = 100, "allreduce", "input"
         self.outcomes: dict[int, object] = {}
         self.faults = self.random.randint(0, self.count)
         self.boundary = 0  # the epoch in which the group grew
@@ -101,7 +113,7 @@ class World:
 
     def node(self, replica: int, segment: Segment, target: int = 0) -> Node:
         waiter, watch = Waiter(segment.words, ASLEEP, 0), Watchdog(1.0, 1.0, 1.0)
-        diverged = self.diverged
+        diverged = self.diverged if self.compares else None
         core = ExchangeCore(
             GroupMember(replica, watch), segment, waiter, Reducer(), on_lost=lost, on_divergence=diverged
         )
@@ -111,9 +123,14 @@ class World:
         ring = tuple(self.random.sample(members, len(members))) if self.way == "ring" else ()
         hosts = shared_hosts({m: self.homes[m] for m in members}) if self.way == "two levels" else ()
         one_host = self.one_host and not hosts
-        view = GroupView(len(self.views), members[0], members, contributing, one_host, ring, self.alike, TUNING, hosts)
+        tuning = self.tuning()
+        view = GroupView(len(self.views), members[0], members, contributing, one_host, ring, self.alike, tuning, hosts)
         self.views.append(view)
         self.progress[len(self.views) - 1] = {}
+
+    def tuning(self) -> Tuning:
+        points = ((MEMBERS, EVER if self.fan else 0),)
+        return dataclasses.replace(TUNING, tree=points, tree_on_one_host=points, tree_fan=max(1, self.fan))
 
     @property
     def newest(self) -> GroupView:
@@ -126,7 +143,7 @@ class World:
         if (replica, number) not in self.inputs:
             size = self.sizes[number] + ((replica, number) in self.wrong)
             chance = np.random.default_rng((replica, number))
-            any_order = self.way != "direct"
+            any_order = self.way != "direct" or self.fan
             drawn = chance.integers(0, 1 << 20, size).astype(np.float32) if any_order else None
             self.inputs[replica, number] = chance.standard_normal(size, np.float32) if drawn is None else drawn
         return self.inputs[replica, number]
@@ -206,7 +223,11 @@ class World:
             outcome = (op.array.tobytes(), op.spans()) if alike else "each its own"
             DONE.add(self.kinds[op.number])
             assert node.core.stream
-            SPANS.update(getattr(slot, "span", 1) for slot in node.core.stream.pipeline.slots)
+            used = [slot for slot in node.core.stream.pipeline.slots if hasattr(slot, "span")]
+            SPANS.update(slot.span for slot in used)
+            names = sorted({slot.algorithm.name for slot in used})
+            WAYS.update(names)
+            BESIDE.update(itertools.combinations(names, 2))
         assert self.outcomes.setdefault(op.number, outcome) == outcome
 
     def diverged(self, divergence: Divergence) -> None:
@@ -385,12 +406,16 @@ def test_survivors_finish_with_equal_bytes(block: int, segments: dict[int, Segme
 
 def test_the_schedules_have_shown_every_collective(segments: dict[int, Segment]) -> None:
     """All can return, and those whose data one member gives, and no other, can fail for its loss; and tasks were of
-    one chunk and of several. Of the schedules above this process may have played few, where several share them out."""
+    one chunk and of several, and went every way, through a tree also beside what was copied. Of the schedules above
+    this process may have played few, where several share them out."""
     can_fail = {"broadcast", "allgather", "gather", "scatter", "alltoall"}
     for seed in range(600):
-        if set(call_codes.KINDS) <= DONE and can_fail <= LOST and SPAN in SPANS:
+        shown = set(call_codes.KINDS) <= DONE and can_fail <= LOST and SPAN in SPANS
+        if shown and EVERY <= WAYS and ("copy", "tree") in BESIDE:
             break
         World(seed, segments).run()
     assert set(call_codes.KINDS) == DONE
     assert can_fail == LOST - {False}
     assert set(range(1, SPAN + 1)) == SPANS
+    assert EVERY <= WAYS
+    assert ("copy", "tree") in BESIDE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,16 +15,24 @@ import pytest
 
 import tests.exchange_rig
 from ftcomm.collective import schedule
+from ftcomm.collective.algorithms import Algorithms
 from ftcomm.collective.operation import Operation, stamp_of
+from ftcomm.collective.pipeline import Pipeline
 from ftcomm.collective.plan import GroupView
+from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.collective.tree import tree
 from ftcomm.errors import MismatchError
 from ftcomm.kernels.call_codes import UNKNOWN
-from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS
-from ftcomm.transport.segment import POSTED, TAKEN, TREE
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS, differ
+from ftcomm.simulation.memory import CHUNK, TinyMemory
+from ftcomm.transport.base import MirrorWriter
+from ftcomm.transport.segment import CHUNK as REAL_CHUNK
+from ftcomm.transport.segment import GATHERED, POSTED, SLOTS, SPAN, TAKEN, TREE, Segment
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.exchange_rig import Caller, Rig
+from tests.exchange_rig import DEADLINE, Caller, Rig, socket_pair
 
 ALWAYS = ((MEMBERS, EVER),)
 
@@ -66,6 +75,14 @@ def test_there_is_a_tree_between_hosts_beyond_16_members() -> None:
     assert [view(count).tree for count in (2, 16, 17, 256)] == [0, 0, 64 << 10, 64 << 10]
     assert view(64, one_host=True).tree == 0  # to read another word costs little there
     assert view(64, ring=True).tree == 0  # connected to neighbours alone
+
+
+def test_members_of_a_ring_say_that_they_have_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one that has FTCOMM_ALGORITHM=ring alone would be waited for, and never hear why."""
+    for members in (16, 17):
+        monkeypatch.setattr(tests.exchange_rig, "Segment", functools.partial(Segment, members=members))
+        said = {way: tests.exchange_rig.data_plane("tcp", algorithm=way)[1].here.tuning for way in ("auto", "ring")}
+        assert differ(said["auto"], said["ring"]) == (members > 16), said
 
 
 @pytest.fixture
@@ -157,6 +174,37 @@ def test_all_learn_of_a_call_that_differs(how: str, odd: int, trees: Callable[[i
                 assert {tuple(op.array) for op in ops.values()} == {(5.0,) * 10}
 
 
+@pytest.mark.parametrize(("how", "odd"), [("tcp", 0), ("tcp", 4), ("mixed", 3)])
+def test_calls_behind_one_that_differs_wait_until_all_know_of_it(
+    how: str, odd: int, trees: Callable[[int], None]
+) -> None:
+    """What is posted to all would else tell of a call that not all have been sent."""
+    trees(2)
+    with Rig(range(5), how) as rig:
+        rig.view(range(5))
+        for _ in range(2):
+            ops: dict[int, list[Operation]] = {}
+            for m in rig.members:
+                counts = (10, 10 + (m == odd), 300_000, 20, 300_000)
+                ops[m] = [Operation(np.full(count, 1.0, np.float32), "float32", "sum") for count in counts]
+
+            def body(m: int, ops: dict[int, list[Operation]] = ops) -> None:
+                for op in ops[m]:
+                    rig.members[m].exchange.submit(op)
+                for op in ops[m]:
+                    rig.members[m].exchange.wait(op, 60)
+
+            for caller in [Caller.start(body, m) for m in rig.members]:
+                caller.join()
+            said = {str(some[1].error) for some in ops.values()}
+            assert len(said) == 1
+            assert f"replica {odd}: op" in said.pop()
+            for some in ops.values():
+                assert [type(op.error) for op in some] == [type(None), MismatchError, *[type(None)] * 3]
+                assert all((op.array == 5).all() for op in (some[0], *some[2:]))
+            assert not any(member.lost for member in rig.members.values())
+
+
 def test_calls_of_which_one_has_no_step_are_alike(trees: Callable[[int], None]) -> None:
     """And two of different steps are not, though no parent has a child of another step."""
     trees(1)
@@ -201,6 +249,35 @@ def test_as_many_frames_as_lines_of_the_tree(trees: Callable[[int], None], frame
         assert sum(frames[word] for word in TREE) == 10 * (2 * 2 + 2 * 6)
 
 
+@pytest.mark.parametrize(("how", "late"), [("tcp", 0), ("tcp", 1), ("tcp", 5), ("mixed", 2), ("mixed", 6)])
+def test_waits_lead_to_who_has_not_called(how: str, late: int, trees: Callable[[int], None]) -> None:
+    """Each waits for a child or its parent, and one who waits for nobody is at the end, whom the coordinator and
+    `ftcomm why` find so."""
+    trees(2)
+
+    def small() -> Operation:
+        return Operation(np.ones(10, np.float32), "float32", "sum")
+
+    with Rig(range(7), how) as rig:
+        rig.view(range(7))
+        call(rig, lambda m: small())
+        ops = {m: small() for m in rig.members if m != late}
+        for m, op in ops.items():
+            rig.members[m].exchange.submit(op)
+        places = tree(tuple(range(7)), 2)
+        for m in ops:
+            below = [child for child in places[m].children if late in places[child].below]
+            end = time.monotonic() + DEADLINE
+            while (stall := rig.members[m].exchange.waiting(0.02)) is None or stall.waiting_on != (
+                below[0] if below else places[m].parent,
+            ):
+                assert time.monotonic() < end, stall
+                time.sleep(0.001)
+        rig.members[late].exchange.run(small())
+        for op in ops.values():
+            assert op.wait(DEADLINE)
+
+
 @pytest.mark.parametrize("compares", [(0,), (3,), tuple(range(5))])
 def test_results_are_compared_whoever_asks_for_it(
     compares: tuple[int, ...], trees: Callable[[int], None], frames: Counter[int]
@@ -237,3 +314,47 @@ def test_small_and_large_ops_follow_each_other(trees: Callable[[int], None]) -> 
             for op in (op for some in ops.values() for op in some):
                 assert op.error is None
                 assert (op.array == 10).all()
+
+
+def test_a_late_reader_gets_what_is_taken_of_a_slot_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for that to return an op of two chunks, behind which small ops have filled all slots."""
+    members = (0, 1, 2)
+    memories: dict[int, Any] = {m: TinyMemory(m, CHUNK * len(members)) for m in members}
+    for memory in memories.values():
+        memory.words[POSTED] = memory.words[TAKEN] = 1 << COUNTER | 2  # all have taken these two
+    tuning = dataclasses.replace(BUILT_IN, tree=ALWAYS, tree_fan=2)
+    view = GroupView(1, 0, members, frozenset(members), False, tuning=tuning)
+    peers = {m: memories[m] for m in members if m}
+    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()), 1)
+    for number, chunks in enumerate([2] + [1] * SLOTS):
+        op = Operation(np.zeros(chunks * CHUNK * len(members) // 8, np.int64), "int64", "sum", CHUNK * len(members))
+        op.number, op.verified = number, True
+        pipeline.unposted.append(op)
+        for _ in range(chunks):
+            assert pipeline.to_post() is op
+            pipeline.posted = pipeline.begin(op).index + 1
+        while not number and pipeline.taken < chunks:
+            pipeline.arrived += 1
+            pipeline.take(pipeline.slots[pipeline.taken])
+    assert [slot.index for slot in pipeline.slots[:2]] == [SLOTS, SLOTS + 1]
+    near, far = socket_pair()
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(TcpMirrorWriter, "send", lambda self, word, value, *rest: sent.append((word, value)))
+    reader: MirrorWriter = TcpMirrorWriter(far, 1, 1)  # type: ignore[arg-type]
+    Publisher(pipeline, memories[0], [], lambda *lost: None, compares=False).welcome(reader)
+    assert [value - (1 << COUNTER) for word, value in sent if word == TAKEN] == [1, 2]
+    near.close()
+    reader.close()
+
+
+def test_a_sum_takes_the_place_of_what_the_slot_held() -> None:
+    """No more bytes are under way than there are in the slots, wherever in its slot a payload begins."""
+    near, far = socket_pair()
+    writer = TcpMirrorWriter(far, 1, 1)  # type: ignore[arg-type]
+    room = SPAN * REAL_CHUNK
+    bytes_of = memoryview(bytes(room))
+    for count in range(1, SLOTS + 1):
+        writer.send(POSTED, 1 << COUNTER | count, (count - 1) * room + 64, bytes_of[64:], (0, 0, 0))
+    writer.send(GATHERED, 1 << COUNTER | SLOTS + 1, 0, bytes_of[:4096], (0, 0, 0))
+    near.close()
+    writer.close()

@@ -12,7 +12,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from ftcomm.kernels.epochs import COUNTER
-from ftcomm.transport.segment import TAKEN
+from ftcomm.transport.segment import ENDS
 
 # Magic, word, channel, number; of the payload: where in its region, bytes, whether it follows; value; what belongs to
 # the word.
@@ -22,7 +22,8 @@ GREETING = 0  # no word: the first frame of a channel shows that puts and notifi
 
 INLINE = 4096  # bytes of a payload that travels in its frame
 MOST = 2 * (INLINE + _HEAD.size)  # bytes of a notification
-EARLY = 64  # frames that may wait for an earlier one; a stream has at most 3 for each slot
+# Frames that may wait for an earlier one. A stream has at most 3 for each slot; with a tree 5, for half the slots.
+EARLY = 64
 
 
 class Frame(NamedTuple):
@@ -76,7 +77,7 @@ def check(frame: Frame, words: Container[int], seen: int, epoch: int) -> None:
     """Raise `ValueError` if this cannot be the next frame where one of `words`, its word, holds `seen`."""
     if frame.word not in words or not seen < frame.value < (epoch + 1) << COUNTER:
         raise ValueError(f"a frame that cannot be: word {frame.word}, value {frame.value:#x} after {seen:#x}")
-    if frame.word == TAKEN and frame.nbytes:
+    if frame.word in ENDS and frame.nbytes:
         raise ValueError(f"a payload of {frame.nbytes} bytes that tells of what is taken")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 
-# Magic, word, its value; the payload's offset in its region, and its bytes; `Belongs`: for POSTED the number, the call
-# and the detail of the op, for TAKEN the fingerprint of the result and two zeros.
+# Magic, word, its value; the payload's offset in its region, and its bytes; and `Belongs`.
 HEAD = struct.Struct("<IIQIIQQQ")
 MAGIC = 0x66746332
 MEMBER = 16  # the bits from here on: 1 + the member that the word belongs to; 0: the writer

@@ -49,7 +49,7 @@ from ftcomm.kernels.epochs import COUNTER, COUNTS, EPOCHS
 from ftcomm.sync.doorbell import Doorbell
 from ftcomm.sync.futex import wake
 from ftcomm.transport.base import Belongs, Lost, Peer, raise_word
-from ftcomm.transport.segment import HEADER, HOST, POSTED, TAKEN, Layout
+from ftcomm.transport.segment import ENDS, HEADER, HOST, POSTED, TAKEN, Layout
 from ftcomm.transport.tcp import frames
 
 _INBOX = 4096  # bytes received at once when no large payload is under way
@@ -330,7 +330,7 @@ class TcpMirror(Peer):
         again = epoch == self._newest and word in self.published and value <= self.words[word]
         if magic != frames.MAGIC or word not in self.published or not 0 < epoch < EPOCHS or not count or again:
             raise ValueError(f"a frame that cannot be: magic {magic:#x}, word {word}, value {value:#x}")
-        if word == TAKEN and nbytes:
+        if word in ENDS and nbytes:
             raise ValueError(f"a payload of {nbytes} bytes that tells of what is taken")
         base = self.place(word, start, nbytes)
         self._begin_epoch(epoch)

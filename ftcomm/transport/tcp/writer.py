@@ -10,11 +10,12 @@ from ftcomm.control.sealed import Connection, flush, unsent
 from ftcomm.control.wire import for_bulk
 from ftcomm.kernels.epochs import COUNTS
 from ftcomm.transport.base import Belongs, MirrorWriter
-from ftcomm.transport.segment import POSTED, SLOTS, STAGED
+from ftcomm.transport.segment import ANNOUNCED, GATHERED, POSTED, SLOTS, STAGED
 from ftcomm.transport.tcp import frames
 
 _GATHER = 16  # buffers that one call sends
 _AT_ONCE = 32 << 10  # bytes of a payload that is sent at once, not gathered with the next frames
+_FIRST = (POSTED, GATHERED, ANNOUNCED)  # the words whose payload is the first of its task that a reader gets
 _NOTHING = memoryview(b"")
 
 _Left = tuple[memoryview, int, int, bool]  # bytes to send, their word and value, whether they end their frame
@@ -105,7 +106,7 @@ class TcpMirrorWriter(MirrorWriter):
     def _count(self, word: int, value: int, start: int, nbytes: int) -> None:
         """Count bytes under way. They never exceed the slots, since a slot is not used again before it was taken."""
         slot = self._staged[((value & (COUNTS - 1)) - 1) % self.slots]
-        if word == POSTED and slot:
+        if word in _FIRST and slot:
             self._under_way -= sum(slot.values())
             slot.clear()
         if nbytes:
