@@ -43,7 +43,6 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import CONNECTIONS, accept, here_is
 from ftcomm.transport.connector import Connector
 from ftcomm.transport.router import ConnectionRouter, Incoming, Receiver
-from ftcomm.transport.segment import LEAST
 
 ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any])  # that the engine makes
 
@@ -77,7 +76,7 @@ class Communicator(Generic[ExchangeT]):
         on_died: Callable[[int, int], None] | None = None,
     ) -> None:
         self.segment = engine.segment
-        if terms.algorithm == "ring" and self.segment.layout.members > LEAST:  # fewer have a tree in no case
+        if terms.algorithm == "ring" and terms.tuning.has_tree(self.segment.layout.members):
             terms = dataclasses.replace(terms, tuning=terms.tuning.around())
         self.name, self.me, self.terms, self.p2p = name, me, terms, p2p
         self._recorder = process_recorder().group(name, me, kind)

@@ -2,7 +2,7 @@
 
 place    the boundary behind which the call was made, plus 2, in 24 bits; below it the number of the op in 40
 call     elements << 16 | dtype << 8 | reduction, compression and whether it is atomic
-detail   members and sizes in 32 bits | 3 of `ftcomm.collective.tree` | root + 1 in 21 | kind in 8; all of it 0 in an
+detail   members and sizes in 32 bits | 2 of `ftcomm.collective.tree` | root + 1 in 22 | kind in 8; all of it 0 in an
          all-reduce by any route
 """
 

@@ -23,6 +23,7 @@ from ftcomm.engines.host import HostCalls
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.recorder.layout import ALL, GroupKind
 from ftcomm.recorder.recorder import GroupRecorder
+from ftcomm.settings.tuning import BUILT_IN, Tuning
 from ftcomm.transport.base import Peer
 from ftcomm.transport.router import ConnectionRouter
 from ftcomm.transport.segment import HOST, Segment
@@ -111,6 +112,7 @@ def data_plane(
     on_reached: Callable[[Peer], None] = lambda peer: None,
     on_left: Callable[[Peer], None] = lambda peer: None,
     algorithm: str = "auto",
+    tuning: Tuning = BUILT_IN,
 ) -> tuple[LocalDataPlane, Communicator]:
     """What the control thread drives of replica 0, with an exchange that does nothing."""
 
@@ -119,7 +121,7 @@ def data_plane(
 
     engine: Any = NoEngine(transport, on_reached, on_left)
     p2p = JobProgressEngine(0, 0, nothing)
-    terms = Terms(("127.0.0.1", 1), "none", algorithm)
+    terms = Terms(("127.0.0.1", 1), "none", algorithm, tuning)
     events = Events(nothing, nothing, nothing, nothing)
     communicator = Communicator(ALL, 0, engine, events, p2p, terms, GroupKind.JOB, on_died=nothing)
     made = LocalDataPlane(0, communicator, p2p, dial=nothing)

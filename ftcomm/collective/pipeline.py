@@ -52,7 +52,7 @@ from ftcomm.collective.operation import Operation, mismatch, unlike
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, side_by_side
 from ftcomm.collective.schedule import AROUND, HIERARCHICAL, Batch
-from ftcomm.collective.tree import ASKS, COMPARES, DIFFERS, FOUND, TreeBranch, tree
+from ftcomm.collective.tree import ASKS, DIFFERS, FOUND, TreeBranch, tree
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.epochs import COUNTS
 from ftcomm.transport.base import Peer
@@ -231,7 +231,7 @@ class Pipeline:
             algorithm = self.slots[before % SLOTS].algorithm
             if self._served_alone and algorithm.chained:
                 return (self._taken_by_served,)
-            if algorithm is self.algorithms.tree and not (self._compares or self.asks(before)):
+            if algorithm is self.algorithms.tree and not self.asks(before):
                 return self._stability
         return self._taken_by_all
 
@@ -259,7 +259,7 @@ class Pipeline:
         """Returns the gates before an op returns that ends there."""
         if self.place is None or (end > self.settled and end not in self.ends):
             return self._taken_by_all
-        return (*self._stability, *self._taken_by_all) if self._compares else self._stability
+        return self._stability
 
     # -- what can be done ----------------------------------------------------------------------------------------------
 
@@ -354,20 +354,13 @@ class Pipeline:
     # -- the tree ----------------------------------------------------------------------------------------------------
 
     def _arrival_by_tree(self, slot: Slot) -> Sequence[Gate]:
-        """Returns the gates before a task of the tree arrives. All are asked if their calls have to be compared."""
+        """Returns the gates before a task of the tree arrives. All are asked if something has to be compared."""
         return (*self._meeting, *self._arrival) if self.asks(slot.index) else self._meeting
 
     def asks(self, index: int) -> bool:
-        """Whether all have learned that the calls of this first task have to be compared. Then what is left to do of it
-        is done without the tree, to which some may not have trusted it."""
-        return index < self.announced and bool(self._found(index) & (ASKS | DIFFERS))
-
-    def compared(self, index: int) -> bool:
-        """Whether some member compares the results of this first task, which is announced."""
-        return bool(self._found(index) & COMPARES)
-
-    def _found(self, index: int) -> int:
-        return self._own[descriptor(index % SLOTS) + DETAIL] & FOUND
+        """Whether all have learned that the calls or the results of this first task have to be compared. Then what is
+        left to do of it is done without the tree, to which some may not have trusted it."""
+        return index < self.announced and bool(self._own[descriptor(index % SLOTS) + DETAIL] & FOUND)
 
     def _next_first(self, index: int, end: int) -> int:
         """Returns the index of the first task of an op, from `index` on and before `end`; or `end`."""
@@ -571,7 +564,7 @@ class Pipeline:
     def detail(self, op: Operation) -> int:
         """Returns what members compare besides the call."""
         detail = self._detail if op.schedule is None else op.detail
-        return detail | COMPARES if self._compares and self.place is not None else detail
+        return detail | ASKS if self._compares and self.place is not None else detail
 
     def fill(self, index: int, op: Operation) -> Slot:
         """Go on with task `index`, the only one of `op`, after the fast path has posted it."""

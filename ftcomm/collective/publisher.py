@@ -155,9 +155,7 @@ class Publisher:
         pipeline, index = self._pipeline, count - 1
         if self._place is None or not count or pipeline.slots[index % SLOTS].algorithm is not pipeline.algorithms.tree:
             return None
-        if pipeline.asks(index) or (word == TAKEN and pipeline.compared(index)):
-            return None
-        return self._parent_of_leaf
+        return None if pipeline.asks(index) else self._parent_of_leaf
 
     def _is_concerned(self, reader: MirrorWriter, word: int, count: int) -> bool:
         concerned = self._concerned(word, count)

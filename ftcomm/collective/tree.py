@@ -34,14 +34,12 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-# Bits of the detail of a call, which go up and down with the words. Some member compares results, so all have to tell
-# all what they have taken. Calls are not alike: in when and as what op they were made, which may still be the same call
-# (`ftcomm.collective.operation.unlike`), or in what they call, and then there is no result. In either case all members
-# look at all calls.
-COMPARES = 1 << 29
+# Bits of the detail of a call, which go up and down with the words: all members have to look at the words of all. Some
+# member compares results, or calls are not alike in when and as what op they were made, which may still be the same
+# call (`ftcomm.collective.operation.unlike`); or in what they call, and then there is no result.
 ASKS = 1 << 30
 DIFFERS = 1 << 31
-FOUND = COMPARES | ASKS | DIFFERS
+FOUND = ASKS | DIFFERS
 
 
 class TreeBranch(NamedTuple):

@@ -56,6 +56,10 @@ class Tuning:
         """Returns 16 hex digits, equal exactly if the points are."""
         return hashlib.sha256(repr(self._points).encode()).hexdigest()[:16]
 
+    def has_tree(self, most: int) -> bool:
+        """Whether a group of at most so many members may have a tree."""
+        return any(up_to(points, n) for points in (self.tree, self.tree_on_one_host) for n in range(2, most + 1))
+
     def around(self) -> Tuning:
         """Returns the same for FTCOMM_ALGORITHM=ring: there is no tree, since members know their neighbours alone."""
         none = ((MEMBERS, 0),)

@@ -85,6 +85,16 @@ def test_members_of_a_ring_say_that_they_have_no_tree(monkeypatch: pytest.Monkey
         assert differ(said["auto"], said["ring"]) == (members > 16), said
 
 
+@pytest.mark.parametrize("points", ["tree", "tree_on_one_host"])
+def test_members_of_a_small_ring_say_so_where_a_file_asks_for_a_tree(points: str) -> None:
+    """Of as few members as it names."""
+    tuning = dataclasses.replace(BUILT_IN, **{points: ((5, 1 << 10), (MEMBERS, 0))})
+    said = [
+        tests.exchange_rig.data_plane("tcp", algorithm=way, tuning=tuning)[1].here.tuning for way in ("auto", "ring")
+    ]
+    assert differ(*said)
+
+
 @pytest.fixture
 def trees(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Every view of a rig has a tree with so many children of each."""
@@ -291,8 +301,32 @@ def test_results_are_compared_whoever_asks_for_it(
         for _ in range(12):
             ops = call(rig, lambda m: Operation(np.full(10, m, np.float32), "float32", "sum"))
             assert {tuple(op.array) for op in ops.values()} == {(10.0,) * 10}
-        assert frames[TAKEN] == 12 * 5 * 4
+        assert frames[TAKEN] == frames[POSTED] == 12 * 5 * 4
         assert not any(member.divergences for member in rig.members.values())
+
+
+def test_no_op_returns_before_who_compares_results_has_heard_of_it(
+    trees: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that begins to read late would else wait for a member that has nothing left to do."""
+    trees(2)
+    with Rig(range(3), "tcp") as rig:
+        rig.members[2] = tests.exchange_rig.Member(2, verify=True)
+        late: list[MirrorWriter] = []
+        admit = rig.members[1].exchange.admit
+        monkeypatch.setattr(
+            rig.members[1].exchange, "admit", lambda reader: (late.append if reader.replica == 2 else admit)(reader)
+        )
+        rig.view(range(3))
+        ops = {m: Operation(np.ones(10, np.float32), "float32", "sum") for m in rig.members}
+        for m, op in ops.items():
+            rig.members[m].exchange.submit(op)
+        assert not ops[0].wait(0.3)
+        for reader in late:
+            admit(reader)
+        for op in ops.values():
+            assert op.wait(DEADLINE)
+            assert (op.array == 3).all()
 
 
 def test_small_and_large_ops_follow_each_other(trees: Callable[[int], None]) -> None:
