@@ -23,7 +23,7 @@ from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
 from ftcomm.errors import LostError
 from ftcomm.settings.tuning import BUILT_IN, Tuning
-from ftcomm.transport.base import Peer
+from ftcomm.transport.base import Belongs, Peer
 from ftcomm.transport.connect import connect
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
@@ -42,6 +42,16 @@ def weight(replica: int) -> int:
 def pattern(replica: int, count: int) -> np.ndarray:
     """Small integers, so that sums of them are exact, and different for every set of contributors and every chunk."""
     return np.resize(np.arange(_PERIOD, dtype=np.float32), count) * np.float32(weight(replica))
+
+
+class CountingWriter(TcpMirrorWriter):
+    """One that counts the frames of this process."""
+
+    sent = 0
+
+    def send(self, word: int, value: int, start: int, payload: memoryview, belongs: Belongs) -> None:
+        CountingWriter.sent += 1
+        super().send(word, value, start, payload, belongs)
 
 
 class Member:
@@ -80,7 +90,7 @@ class Member:
                 sock.close()
                 continue
             replica, epoch, nonce = _HANDSHAKE.unpack(said)
-            self.exchange.admit(TcpMirrorWriter(sock, replica, epoch, nonce.decode()))
+            self.exchange.admit(CountingWriter(sock, replica, epoch, nonce.decode()))
 
     def dial(self, there: Address, epoch: int) -> socket.socket:
         sock = socket.create_connection((there.host, there.port), timeout=10)
@@ -172,10 +182,11 @@ class Member:
         self.send("done", seen.hexdigest(), everybody[0], everybody[-1])
 
     def repeat(self, count: int, times: int) -> None:
-        """One op after the other; reports how long each took, and the seconds of the processor for all."""
+        """One op after the other; reports how long each took, and for all of them the seconds of the processor, and
+        the frames sent."""
         array = np.zeros(count, np.float32)
         took = []
-        worked = time.process_time()
+        worked, frames = time.process_time(), CountingWriter.sent
         for _ in range(times):
             op = Operation(array, "float32", "sum")
             began = time.perf_counter()
@@ -183,7 +194,7 @@ class Member:
             took.append(time.perf_counter() - began)
             if op.error is not None:
                 raise op.error
-        self.send("done", took, time.process_time() - worked)
+        self.send("done", took, time.process_time() - worked, CountingWriter.sent - frames)
 
     def call(self, kind: str, count: int, roster: tuple[int, ...]) -> None:
         """One op of another kind; reports what it failed with, or nothing after a look at the result."""
