@@ -381,6 +381,37 @@ def test_a_late_reader_gets_what_is_taken_of_a_slot_that_is_used_again(monkeypat
     reader.close()
 
 
+def test_a_slot_is_used_again_when_all_below_have_taken_what_it_held() -> None:
+    """One that begins to read late would else miss the result of it, and find that of the next task in its place."""
+    members = (0, 1, 2)
+    memories: dict[int, Any] = {m: TinyMemory(m, CHUNK * len(members)) for m in members}
+    tuning = dataclasses.replace(BUILT_IN, tree=ALWAYS, tree_fan=2)
+    view = GroupView(1, 0, members, frozenset(members), False, tuning=tuning)
+    peers = {m: memories[m] for m in members if m}
+    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()), 1)
+    for number in range(pipeline.staged + 1):
+        op = Operation(np.zeros(1, np.int64), "int64", "sum", CHUNK * len(members))
+        op.number = number
+        pipeline.unposted.append(op)
+        if number == pipeline.staged:
+            break
+        slot = pipeline.begin(op)
+        pipeline.posted = number + 1
+        for m in peers:
+            memories[m].words[POSTED] = 1 << COUNTER | number + 1
+        assert pipeline.to_gather() is slot
+        pipeline.gathered = number + 1
+        assert pipeline.to_announce() is slot
+        pipeline.announce(slot)
+        assert pipeline.to_arrive() is slot
+        pipeline.arrive(slot)
+        pipeline.take(slot)
+    for m in peers:
+        assert pipeline.to_post() is None
+        memories[m].words[TAKEN] = 1 << COUNTER | 1
+    assert pipeline.to_post() is op
+
+
 def test_a_sum_takes_the_place_of_what_the_slot_held() -> None:
     """No more bytes are under way than there are in the slots, wherever in its slot a payload begins."""
     near, far = socket_pair()
