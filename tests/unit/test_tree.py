@@ -30,7 +30,7 @@ from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS, differ
 from ftcomm.simulation.memory import CHUNK, TinyMemory
 from ftcomm.transport.base import MirrorWriter
 from ftcomm.transport.segment import CHUNK as REAL_CHUNK
-from ftcomm.transport.segment import GATHERED, POSTED, SLOTS, SPAN, TAKEN, TREE, Segment
+from ftcomm.transport.segment import GATHERED, POSTED, SLOTS, SPAN, TAKEN, TAKEN_DOWN, TAKEN_UP, TREE, Segment
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.exchange_rig import DEADLINE, Caller, Rig, socket_pair
 
@@ -381,35 +381,57 @@ def test_a_late_reader_gets_what_is_taken_of_a_slot_that_is_used_again(monkeypat
     reader.close()
 
 
+class Top:
+    """The pipeline of the top, which has taken as many ops as there are slots; its two children have posted them."""
+
+    def __init__(self) -> None:
+        members = (0, 1, 2)
+        self.memories: dict[int, Any] = {m: TinyMemory(m, CHUNK * len(members)) for m in members}
+        tuning = dataclasses.replace(BUILT_IN, tree=ALWAYS, tree_fan=2)
+        view = GroupView(1, 0, members, frozenset(members), False, tuning=tuning)
+        peers = {m: self.memories[m] for m in (1, 2)}
+        algorithms = Algorithms(view, self.memories, Reducer())
+        self.pipeline = pipeline = Pipeline(view, self.memories[0], peers, algorithms, 1)
+        self.ops: list[Operation] = []
+        for count in range(1, pipeline.staged + 1):
+            slot = pipeline.begin(self.call())
+            pipeline.posted = count
+            for m in peers:
+                self.memories[m].words[POSTED] = 1 << COUNTER | count
+            assert pipeline.to_gather() is slot
+            pipeline.gathered = count
+            assert pipeline.to_announce() is slot
+            pipeline.announce(slot)
+            assert pipeline.to_arrive() is slot
+            pipeline.arrive(slot)
+            pipeline.take(slot)
+
+    def call(self) -> Operation:
+        op = Operation(np.zeros(1, np.int64), "int64", "sum", CHUNK * len(self.memories))
+        op.number = len(self.ops)
+        self.ops.append(op)
+        self.pipeline.unposted.append(op)
+        return op
+
+
 def test_a_slot_is_used_again_when_all_below_have_taken_what_it_held() -> None:
     """One that begins to read late would else miss the result of it, and find that of the next task in its place."""
-    members = (0, 1, 2)
-    memories: dict[int, Any] = {m: TinyMemory(m, CHUNK * len(members)) for m in members}
-    tuning = dataclasses.replace(BUILT_IN, tree=ALWAYS, tree_fan=2)
-    view = GroupView(1, 0, members, frozenset(members), False, tuning=tuning)
-    peers = {m: memories[m] for m in members if m}
-    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()), 1)
-    for number in range(pipeline.staged + 1):
-        op = Operation(np.zeros(1, np.int64), "int64", "sum", CHUNK * len(members))
-        op.number = number
-        pipeline.unposted.append(op)
-        if number == pipeline.staged:
-            break
-        slot = pipeline.begin(op)
-        pipeline.posted = number + 1
-        for m in peers:
-            memories[m].words[POSTED] = 1 << COUNTER | number + 1
-        assert pipeline.to_gather() is slot
-        pipeline.gathered = number + 1
-        assert pipeline.to_announce() is slot
-        pipeline.announce(slot)
-        assert pipeline.to_arrive() is slot
-        pipeline.arrive(slot)
-        pipeline.take(slot)
-    for m in peers:
-        assert pipeline.to_post() is None
-        memories[m].words[TAKEN] = 1 << COUNTER | 1
-    assert pipeline.to_post() is op
+    top = Top()
+    op = top.call()
+    for m in (1, 2):
+        assert top.pipeline.to_post() is None
+        top.memories[m].words[TAKEN] = 1 << COUNTER | 1
+    assert top.pipeline.to_post() is op
+
+
+def test_no_op_returns_before_the_children_are_told_that_all_hold_it() -> None:
+    """Who has returned its last op has nothing left to do, and would let them wait."""
+    top = Top()
+    for m in (1, 2):
+        top.memories[m].words[TAKEN] = 1 << COUNTER | 1
+    assert not top.pipeline.is_stable(top.ops[0])
+    assert list(top.pipeline.to_settle()) == [(TAKEN_UP, 1), (TAKEN_DOWN, 1)]
+    assert [top.pipeline.is_stable(op) for op in top.ops[:2]] == [True, False]
 
 
 def test_a_sum_takes_the_place_of_what_the_slot_held() -> None:
