@@ -434,6 +434,27 @@ def test_no_op_returns_before_the_children_are_told_that_all_hold_it() -> None:
     assert [top.pipeline.is_stable(op) for op in top.ops[:2]] == [True, False]
 
 
+def test_what_a_reader_has_no_room_for_is_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all is told that the op needs which returns: the reader may wait for what belongs to the next one."""
+    top = Top()
+    near, far = socket_pair()
+    reader: MirrorWriter = TcpMirrorWriter(far, 1, 1)  # type: ignore[arg-type]
+    publisher = Publisher(top.pipeline, top.memories[0], [], lambda *lost: None, compares=False)
+    publisher.welcome(reader)
+    monkeypatch.setattr(reader, "told", lambda word, value: True)
+    for sent in (False, False, True):
+        monkeypatch.setattr(reader, "flush", lambda sent=sent: sent)
+        assert publisher.told(1)
+    monkeypatch.setattr(reader, "flush", lambda: False)
+    assert not publisher.clogged()  # now nothing is left
+    publisher.publish(TAKEN_DOWN, 1)
+    for _ in range(2):
+        assert publisher.told(1)
+        assert publisher.clogged() == [reader]
+    near.close()
+    reader.close()
+
+
 def test_a_sum_takes_the_place_of_what_the_slot_held() -> None:
     """No more bytes are under way than there are in the slots, wherever in its slot a payload begins."""
     near, far = socket_pair()
