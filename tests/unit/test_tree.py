@@ -341,7 +341,7 @@ def test_small_and_large_ops_follow_each_other(trees: Callable[[int], None]) -> 
             def body(m: int, rig: Rig = rig, ops: dict[int, list[Operation]] = ops) -> None:
                 for op in ops[m]:
                     rig.members[m].exchange.submit(op)
-                rig.members[m].exchange.drain(60)
+                rig.members[m].exchange.wait_all(60)
 
             for caller in [Caller.start(body, m) for m in range(5)]:
                 caller.join()
