@@ -15,7 +15,14 @@ from ftcomm.control.handshake import Credentials
 from ftcomm.control.messages import encode
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_messages import LAUNCHER, CoordinatorSaid, Heard, ReplicaIs, decode_launcher_message
+from ftcomm.launch.launcher_messages import (
+    LAUNCHER,
+    CoordinatorSaid,
+    Heard,
+    RankFailed,
+    ReplicaIs,
+    decode_launcher_message,
+)
 from ftcomm.launch.node_place import NodePlace
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.other_hosts import OtherHosts
@@ -275,3 +282,16 @@ def test_an_event_on_which_no_launcher_could_act_is_no_message(event: dict[str, 
     raw = msgspec.msgpack.encode({"type": "CoordinatorSaid", "event": event})
     with pytest.raises(msgspec.DecodeError):
         decode_launcher_message(raw)
+
+
+def test_host_0_hears_with_which_code_a_rank_of_another_host_has_exited() -> None:
+    """Of its own replicas it knows that; a launcher says nothing of those of others."""
+
+    async def test(first: Side, second: Side) -> None:
+        first.hosts.ready()
+        second.hosts.ready()
+        second.hosts.tell(RankFailed(0, 4))
+        second.hosts.tell(RankFailed(1, 3))
+        assert [told for told in await first.hears("failed") if told[0] == "failed"] == [("failed", 1, 3)]
+
+    hosts(test)
