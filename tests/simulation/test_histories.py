@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 from click.testing import CliRunner
 
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import messages as m
+from ftcomm.control.joined import Action, Joined
 from ftcomm.control.rank_node import ToPeer
 from ftcomm.control.removals import LINGER
 from ftcomm.simulation.history import run
 from ftcomm.simulation.job import Replica, SimulatedJob
 from ftcomm.simulation.network import NetworkConditions, SimulatedNetwork
 from ftcomm.simulation.promises import BrokenPromise, Promises
-from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.scenario import KINDS, TIMEOUTS, Scenario
 from ftcomm.simulation.script import Workload
 from ftcomm.simulation.simulate_cli import simulate
@@ -109,19 +109,20 @@ def test_who_leaves_and_was_not_heard_by_all_is_not_waited_for(monkeypatch: pyte
     job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.conditions), promises)
     job.start()
     leaver = job.replicas[2]
-    do, lost = Rank.do, list[m.Boundary]()
+    carry, lost = Joined.carry, list[m.Boundary]()
 
-    def reaches_one(self: Rank, actions: list[Any]) -> None:
-        said = [x for x in actions if isinstance(x, ToPeer) and isinstance(x.message, m.Boundary) and x.replica > 0]
-        unheard = [x for x in said if self in leaver.ranks and x.message.view is not None]
+    def reaches_one(self: Joined, actions: Sequence[Action]) -> list[Action]:
+        wanted = carry(self, actions)
+        said = [x for x in wanted if isinstance(x, ToPeer) and isinstance(x.message, m.Boundary) and x.replica > 0]
+        unheard = [x for x in said if self.rank is leaver.ranks[0].node and x.message.view is not None]
         lost.extend(x.message for x in unheard)
-        do(self, [x for x in actions if x not in unheard])
+        return [x for x in wanted if x not in unheard]
 
     def leave() -> None:
         promises.excuse(leaver.ranks[0].incarnation, "asked to leave")
         leaver.ranks[0].do(leaver.ranks[0].node.tell(m.Leave()))
 
-    monkeypatch.setattr(Rank, "do", reaches_one)
+    monkeypatch.setattr(Joined, "carry", reaches_one)
     world.after(0.6, None, leave)
     world.run(until=0.6 + LINGER + 2.0)
     assert len(lost) == 2
