@@ -125,7 +125,7 @@ def test_kernels_reduce_what_the_host_moves(
         notes = [note for _, _, note in running.notes() if note["kind"] in ("done", "wrong")]
     assert [note["kind"] for note in notes] == ["done"] * running.replicas, notes
     assert all(note["right"] for note in notes), notes
-    names = ["bfloat16", "float32", "float64", "int16"]
+    names = ["bfloat16", "float32", "float64", "int16", "uint32"]
     assert [note["mapped"] for note in notes] == [1 if replicas == 2 else 3] * replicas, notes
     assert set().union(*(note["names"] for note in notes)) == set(names), notes
     assert all((4 * ROUTED in note["routed"]) == (by_hosts or algorithm == "ring") for note in notes), notes
