@@ -45,6 +45,7 @@ from ftcomm.control.agent import Agent
 from ftcomm.control.leader import Leader
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.rank_node import RankNode
+from ftcomm.control.views import View
 from ftcomm.data_plane import LocalDataPlane
 from ftcomm.group import Group
 from ftcomm.internals import Internals
@@ -124,7 +125,10 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
         setattr(owner, name, wrapped)
 
     before(LeaderNode, "opened", "connected")
-    before(RankNode, "from_up", _heard)
+    if settings.shard == 0:  # in whose process the leader is
+        before(LeaderNode, "from_coordinator", lambda self, message: _heard(self.leader.view, message))
+    else:
+        before(RankNode, "from_up", lambda self, message: _heard(self.view, message))
     before(Agent, "enter", lambda self, *rest: None if self.view is not None else "ready")
     before(Leader, "_at_boundary", "standing")
     before(Leader, "from_leader", "answered")
@@ -145,9 +149,9 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Internals, "caught_up", "caught_up", after="said")
 
 
-def _heard(self: RankNode, message: m.Message) -> str | None:
+def _heard(view: View | None, message: m.Message) -> str | None:
     if isinstance(message, m.NewView):
-        return "viewed" if self.view is None else "changed"
+        return "viewed" if view is None else "changed"
     return {m.Registered: "known", m.Queued: "queued", m.Prepare: "asked"}.get(type(message))
 
 
