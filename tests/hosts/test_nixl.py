@@ -37,7 +37,7 @@ from .test_promises import (  # noqa: F401  (a fixture)
 )
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240 + 60 * ROUNDS)]
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(480 + 60 * ROUNDS)]
 
 HEARTBEAT = 5.0  # s; what a line that flaps loses is sent again after ever longer waits
 ELEMENTS = 600_011  # five chunks; what is put is 100 KB and more

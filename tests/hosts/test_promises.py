@@ -23,7 +23,7 @@ from .bodies import around, mixed, tell_bandwidth
 from .job import HostJob
 
 ROUNDS = int(os.environ.get("FTCOMM_HOST_ROUNDS", "0"))  # of faults drawn by the seed, beside the usual
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240 + 60 * ROUNDS)]
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(480 + 60 * ROUNDS)]
 
 SEED = int(os.environ.get("FTCOMM_TEST_SEED", str(random.randrange(1 << 30))))
 ENDLESS = 10_000_000
