@@ -275,7 +275,10 @@ def _ask(group: Group, source: int, step: int, here: bytes, *, wants: bool) -> _
         rest = FlatState(sample.skeleton, [])
         if wants:
             if difference := first_difference(here, sample.skeleton):
-                raise StateError(f"What no optimizer updates does not fit here: {difference}.")
+                raise StateError(
+                    f"replica {group.replica} rank {group.shard}: boundary {step}: the buffers and frozen parameters of "
+                    f"replica {source} do not fit the modules here: {difference}. Make the same modules on all replicas."
+                )
             rest = allocate(sample.skeleton)
             send(sock, Want(0))
             for view in rest.views():

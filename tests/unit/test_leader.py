@@ -8,7 +8,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.leader import Leader, ToCoordinator, ToPeerLeader, ToRank
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
-from tests.unit.test_node import address, view
+from tests.unit.test_rank_node import address, view
 
 P = 7  # a proposal
 

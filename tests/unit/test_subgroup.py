@@ -32,7 +32,7 @@ from ftcomm.transport.router import ASK, ConnectionRouter, Receiver
 from tests.exchange_rig import DEADLINE, socket_pair
 from tests.sealed_rig import ends
 from tests.static_rig import mappings_of_segments, narrow, no_garbage_collection, returns_before_the_next, together
-from tests.unit.test_node import view
+from tests.unit.test_rank_node import view
 
 pytestmark = pytest.mark.protocol
 
