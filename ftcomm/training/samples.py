@@ -276,8 +276,8 @@ def _ask(group: Group, source: int, step: int, here: bytes, *, wants: bool) -> _
         if wants:
             if difference := first_difference(here, sample.skeleton):
                 raise StateError(
-                    f"replica {group.replica} rank {group.shard}: boundary {step}: the buffers and frozen parameters of "
-                    f"replica {source} do not fit the modules here: {difference}. Make the same modules on all replicas."
+                    f"replica {group.replica} rank {group.shard}: boundary {step}: the buffers and frozen parameters "
+                    f"of replica {source} do not fit here: {difference}. Make the same modules on all replicas."
                 )
             rest = allocate(sample.skeleton)
             send(sock, Want(0))
