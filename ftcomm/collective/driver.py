@@ -86,9 +86,12 @@ class Driver:
         calling thread enqueues `until`, drives until it is done, unless another thread drives already, and then lets go
         or hands over to the worker."""
         try:
-            if until is not None and not self.admit(until):
-                return
             run = self._context.run
+            if until is not None:
+                if not self.admit(until):
+                    return
+                if not self._parked and run(self._core.at_once, until) and self.leave(until):
+                    return
             pause = run(self.begin, until)
             while pause is not ENDED or not self.leave(until):
                 if relieved():
@@ -226,7 +229,6 @@ class Driver:
 
     def begin(self, until: Operation | None) -> Pause:
         """Drive from now on, as far as `go` does."""
-        core = self._core
         if until is None:
             member = self._member
             with self.mutex:
@@ -237,8 +239,6 @@ class Driver:
             stop = self._parked  # as decided when the op was admitted
         if stop:
             self._waiter.interrupted = True
-        elif until is not None and core.at_once(until):
-            return ENDED
         return self.go(until)
 
     def go(self, until: Operation | None) -> Pause:
@@ -272,21 +272,13 @@ class Driver:
 
     def leave(self, until: Operation | None) -> bool:
         """Leave. False: the worker goes on, since an op has come meanwhile. A calling thread hands that over."""
-        core, member = self._core, self._member
+        member = self._member
         with self.mutex:
-            if member.error is not None and core.is_over:  # asked in two parts: this is on the way of every op
-                core.abandon()
-            more, calls = True, self._quiesced
-            if not member.inflight.ops:
-                more = False
-                self._by = None
-                if member.error is not None:
-                    self.worker.end()  # it is no longer needed
-                    if self._forgotten:
-                        core.forget()
-                if calls:
-                    self._quiesced = []
-        if not more:
+            if member.error is None and not self._quiesced and not member.inflight.ops:
+                self._by = None  # as nearly every op leaves
+                return True
+            calls = self._ended()
+        if calls is not None:
             for call in calls:
                 call()
             return True
@@ -294,6 +286,22 @@ class Driver:
             return False
         self.kick()
         return True
+
+    def _ended(self) -> list[Callable[[], None]] | None:
+        """Let no thread drive any more, if nothing is in flight; None: something is. Returns what is to be called then.
+        With the mutex."""
+        core, member = self._core, self._member
+        if member.error is not None and core.is_over:
+            core.abandon()
+        if member.inflight.ops:
+            return None
+        self._by = None
+        if member.error is not None:
+            self.worker.end()  # it is no longer needed
+            if self._forgotten:
+                core.forget()
+        calls, self._quiesced = self._quiesced, []
+        return calls
 
     def _look_around(self) -> bool:
         """Look why the driver was interrupted: new ops, a TCP reader, a freeze, or the end. True: it has to park."""

@@ -65,11 +65,8 @@ class Inflight(Generic[Op]):
         op = self.ops[0]
         if op.error is None and op.schedule is None:
             finals = op.finals
-            who = finals[0] if len(finals) == 1 else None
-            if who is None:
+            if len(finals) != 1 or finals[0] is not self.common:
                 self._return_chunks(op)
-            elif who is not self.common:
-                self.narrow(who)
         self.returned += 1
         self.ops.popleft()
         op.finish(op.error)

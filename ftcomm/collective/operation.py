@@ -76,14 +76,7 @@ class Operation:
         atomic: bool = False,
         compression: str = COMPRESSIONS[0],
     ) -> None:
-        outline = outline_of(dtype, op, compression, atomic, array.size, chunk)
-        flags = array.flags
-        if array.ndim != 1 or not flags.forc or not flags.writeable or array.itemsize != outline[1]:
-            raise ArgumentError(
-                f"allreduce needs a writable contiguous array of {dtype}; got {array.dtype} of shape "
-                f"{array.shape}, writable {flags.writeable}, contiguous {flags.forc}"
-            )
-        self._begin(array, dtype, op, compression, outline)
+        self._begin(array, dtype, op, compression, outline_of(dtype, op, compression, atomic, len(array), chunk))
         if atomic:
             self.atomic = True
             if len(self.finals) > 1:

@@ -77,6 +77,7 @@ class Watchdog:
         self._members: Collection[int] = ()  # the others of the view
         self.stood = 0.0  # s of waits that were reported, or that only a view change has ended
         self._reported: float | None = None  # when the reported wait began
+        self._eventful = False  # `_before`, `_handed` or `_reported` may be set, so that `returns` looks at one thing
         self.changes = 0  # of the view of the job, how often one has begun
         self._known = 0  # of these
         self.excused = 0.0  # s of waits, of all, that do not count
@@ -92,15 +93,18 @@ class Watchdog:
         now = self.clock()
         self.wait = None
         self.recorder.returned(op, now)
-        if self._before or self._handed:
-            self._before, self._handed = {}, {}
-        if self._reported is not None:
-            self._stood(now, self._reported)
+        if self._eventful:
+            self._ends_waits(now)
         if op.error is not None:
             self.recorder.failed(op)
         elif op.number >= self._steady:
             self._deadlines.took(op.nbytes, now - self.began)
         self.began = now
+
+    def _ends_waits(self, now: float) -> None:
+        self._eventful, self._before, self._handed = False, {}, {}
+        if self._reported is not None:
+            self._stood(now, self._reported)
 
     def job_changes(self) -> None:
         """Note that the job begins to change its view. Whom an op waits for may be lost, one after the other, and a
@@ -120,6 +124,7 @@ class Watchdog:
             self._stood(self.clock(), since)
         self._before = {replica: (begun, 0) for replica, begun in self._waits().items() if replica in stay}
         self._handed = {replica: seconds for replica, seconds in self._handed.items() if replica in stay}
+        self._eventful = True
         self._members = members
         self.wait = None
         self._steady = issued
@@ -144,13 +149,14 @@ class Watchdog:
         for replica, seconds in handed.items():
             if replica not in self._members:
                 continue  # it was of a view that this driver has not entered yet, or has left
+            self._eventful = True
             self._before[replica] = min(self._before.get(replica, (ran, 0))[0], ran - seconds), come(replica)
         begun = self._waits()
         late = tuple(replica for replica in missing if ran - begun[replica] >= self._limit)
         if late and ran >= self._report_at:
             self._report_at = ran + REPORT
             if self._reported is None:
-                self._reported = since
+                self._reported, self._eventful = since, True
             return Stall(epoch, op.number, late, max(ran - begun[replica] for replica in late))
         if ran - max(self._since, self.renewed) >= self.give_up:
             raise gave_up(op, self.give_up, missing)
@@ -182,6 +188,7 @@ class Watchdog:
     def hand(self, waited: Mapping[int, float]) -> None:
         """Take over waits for replicas that stand still, and how long each has taken. Any thread."""
         self._handed = {**self._handed, **waited}
+        self._eventful = True
 
     @property
     def awaited(self) -> dict[int, float]:

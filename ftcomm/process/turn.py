@@ -61,15 +61,14 @@ class Turn(Generic[Op]):
         """Make a `call` that blocks until `op` is done. Raises `ArgumentError` if another thread is in a call, or has
         started one that is in flight, or has called meanwhile."""
         me, held = get_ident(), self._held
-        holder = held.get(0)
-        if holder is not None and holder[0] == me:
-            call(op)  # inside another one of this thread
-            return
-        if self._lost:
+        if self._lost and held.get(0, [None])[0] != me:
             self._refuse()
         mine: list[Any] = [me]
         try:
-            while held.setdefault(0, mine) is not mine:
+            while (holder := held.setdefault(0, mine)) is not mine:
+                if holder[0] == me:
+                    call(op)  # inside another one of this thread
+                    return
                 self.check()  # or that one is out by now
             series = self._series
             if series is not None and series.thread != me:
