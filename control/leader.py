@@ -55,7 +55,7 @@ class ToPeerLeader:
 
 Action = ToCoordinator | ToRank | ToPeerLeader
 
-NAMED = 16  # ranks that a text lists
+NAMED = 64  # ranks that have not come, of those that are named
 MANY = 256  # proposals of one view that a leader remembers; far more than there can be
 
 

@@ -8,20 +8,17 @@ told when, and what again. It runs in the process of rank 0 (`ftcomm.control.joi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from ftcomm.control import leader as lead
 from ftcomm.control import messages as m
-from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader import NAMED, ToCoordinator, ToRank
+from ftcomm.control.outbox import Outbox
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
 Action = ToCoordinator | ToRank
-
-KEPT = 1000  # the newest reports that are kept while the coordinator is away
-NAMED = 64  # ranks that have not come to a boundary, as rank 0 is told
 
 
 class LeaderNode:
@@ -40,8 +37,7 @@ class LeaderNode:
         self.leader = lead.Leader(replica, incarnation, ranks, timeouts, state)
         self._timeouts = timeouts
         self._up = False  # there is a connection to the coordinator
-        self._ended: set[m.Suspect] = set()  # proofs, repeated to a coordinator that was away
-        self._unsaid: deque[m.Message] = deque(maxlen=KEPT)  # what no connection could take, and is not repeated
+        self._outbox = Outbox()
         self._ran = RunningTime()
         self._heard = False  # the coordinator has spoken since the last tick
         self._heard_at = 0.0  # in `_ran`, when it last did
@@ -57,11 +53,8 @@ class LeaderNode:
         join = self.leader.join()
         if join is None:
             return [ToRank(0, m.Queued("not all ranks of this replica have started yet", m.Stage.WAITING))]
-        view = self.leader.view  # what the coordinator may have missed:
-        self._ended = {x for x in self._ended if view is not None and view.has(x.replica, x.incarnation)}
-        late: list[m.Message] = [*sorted(self._ended, key=lambda x: x.replica), *self._unsaid]
-        self._unsaid.clear()
         finished = [m.Finished(True)] if self.leader.finished else []
+        late = self._outbox.late(self.leader.view)  # what the coordinator may have missed
         return [ToCoordinator(message) for message in (join, *finished, *late)]
 
     def lost(self) -> list[Action]:
@@ -132,18 +125,10 @@ class LeaderNode:
             if isinstance(action, lead.ToPeerLeader):
                 result.append(ToRank(0, m.ForLeader(action.replica, action.message)))
             elif isinstance(action, ToCoordinator):
-                result += self._say(action.message)
+                result += [action] if self._outbox.says(action.message, self._up) else []
             else:
                 result.append(action)
         if self.leader.finished and not self._told_finished:
             self._told_finished = True
             result.append(ToRank(0, m.AllFinished()))
         return result
-
-    def _say(self, message: m.Message) -> list[Action]:
-        if isinstance(message, m.Suspect) and message.proof:
-            self._ended.add(message)
-        if isinstance(message, m.Report | m.Reachable) and not self._up:
-            self._unsaid.append(message)
-            return []
-        return [ToCoordinator(message)]

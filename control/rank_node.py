@@ -8,7 +8,6 @@ when. `ftcomm.control.agent` drives it with real sockets and time, `ftcomm.simul
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -20,6 +19,7 @@ from ftcomm.control.actions import Failed, Freeze, GoOn, JoinPending, Known, Pas
 from ftcomm.control.blame import BOUNDARY, CHANGE
 from ftcomm.control.detector import Detector
 from ftcomm.control.failed_dials import Cause, FailedDials
+from ftcomm.control.outbox import Outbox
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, View
@@ -84,7 +84,6 @@ Action = (
 
 Life = tuple[int, str]  # (replica, incarnation)
 NOBODY: Mapping[int, float] = MappingProxyType({})
-KEPT = 1000  # the newest reports that are kept while there is no connection to the leader
 
 
 class RankNode:
@@ -99,9 +98,8 @@ class RankNode:
         self._timeouts = timeouts
         self._hello = m.Hello(shard, address, replicas=replicas)
         self._up = False
-        self._ended: set[m.Suspect] = set()  # proofs, repeated to a leader to which the connection was down
+        self._outbox = Outbox()
         self._severed: dict[int, tuple[m.Severed, float]] = {}  # by replica; with the time of the last report
-        self._unsaid: deque[m.Message] = deque(maxlen=KEPT)  # what no connection could take, and is not repeated
         self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
         self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) that this rank listens to
         self._silent: dict[tuple[int, str], float] = {}  # the last complaint of each
@@ -132,7 +130,8 @@ class RankNode:
         self._up, self._up_refused = True, False
         self._from_above = True  # its process has just answered, though it may never send a message
         hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
-        return [Up(hello), *self._said_again(), *self._said_late()]
+        late = self._outbox.late(self.machine.view)
+        return [Up(hello), *self._said_again(), *(Up(message) for message in late)]
 
     def _said_again(self) -> list[Action]:
         """Returns what a rank has told its leader, and may have been lost with the connection."""
@@ -140,13 +139,6 @@ class RankNode:
         if self.view is not None:
             again.append(m.Installed(self.view.epoch))
         return [Up(message) for message in (*again, *self.machine.asked())]
-
-    def _said_late(self) -> list[Action]:
-        view = self.machine.view
-        self._ended = {x for x in self._ended if view is not None and view.has(x.replica, x.incarnation)}
-        late: list[m.Message] = [*sorted(self._ended, key=lambda x: x.replica), *self._unsaid]
-        self._unsaid.clear()
-        return [Up(message) for message in late]
 
     def up_lost(self, reason: str, refused: bool = False, here: bool = False) -> list[Action]:
         """Note that the connection to the leader is down. With `refused` it cannot be made again since no process
@@ -305,10 +297,7 @@ class RankNode:
         return self._do_member([mem.ToLeader(message)])
 
     def _say(self, message: m.Message) -> list[Action]:
-        if isinstance(message, m.Suspect) and message.proof:
-            self._ended.add(message)
-        if isinstance(message, m.Report | m.Reachable) and not self._up:
-            self._unsaid.append(message)
+        if not self._outbox.says(message, self._up):
             return []
         if isinstance(message, m.Ready | m.CaughtUp | m.Leave | m.Finished):
             self._lasting[type(message).__name__] = message
@@ -341,7 +330,7 @@ class RankNode:
     def resumed(self, view: View) -> list[Action]:
         """Note that the exchange runs in `view`."""
         self.view = view
-        self._ended = {x for x in self._ended if view.has(x.replica, x.incarnation)}
+        self._outbox.only(view)
         if view.proposal:
             self._at_boundary.clear()  # all have come
         forgiven = [action for replica in sorted(self._unreachable) for action in self.peer_back(replica)]
