@@ -100,7 +100,6 @@ class Leader:
         self.ranks = ranks
         self.addresses: dict[int, Address] = {}
         self._replicas: dict[int, int] = {}  # by rank: how many the job has, as it was told
-        self._foreign: set[int] = set()  # ranks that belong to an earlier life of the replica
         self.view: View | None = None  # the newest view that this replica runs in
         self.preview: View | None = None  # the members and this replica, as a running job told them last
         self.step = -1  # the last boundary that any rank has passed
@@ -242,8 +241,6 @@ class Leader:
     def from_rank(self, shard: int, message: m.Message) -> list[Action]:
         if isinstance(message, m.Hello):
             return self._hello(shard, message)
-        if shard in self._foreign:
-            return []
         if isinstance(message, m.Heartbeat):
             first = self.step < 0 <= message.step or message.loop > self.loop
             self.step = max(self.step, message.step)
@@ -292,13 +289,14 @@ class Leader:
             return [ToCoordinator(message)]
         return []
 
+    @property
+    def welcome(self) -> m.Welcome:
+        """The answer to a rank."""
+        return m.Welcome(self.incarnation, self._processes)
+
     def _hello(self, shard: int, hello: m.Hello) -> list[Action]:
-        """Take in a rank. The ranks of a replica live and die as one, so none goes on with the next life of another."""
-        welcome: list[Action] = [ToRank(shard, m.Welcome(self.incarnation, self._processes))]
-        if hello.incarnation not in ("", self.incarnation):
-            self._foreign.add(shard)
-            return welcome  # the rank reads another life in it, and ends
-        self._foreign.discard(shard)
+        """Take in a rank of this life."""
+        welcome: list[Action] = [ToRank(shard, self.welcome)]
         known = self.addresses.get(shard)
         if known == hello.address:
             return [*welcome, *self._again(shard)]

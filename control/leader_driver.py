@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ftcomm.control import directory, handshake, wire
+from ftcomm.control import directory, handshake
 from ftcomm.control import messages as m
 from ftcomm.control.knock import Knock
 from ftcomm.control.leader import ToCoordinator, ToRank
@@ -26,7 +26,8 @@ class LeaderDriver:
     """Runs in an event loop. `do(event, *args)` tells the node of an event and carries out its actions, `spawn` runs a
     task whose error ends this process, `trains` says whether rank 0 is in a view, as far as this process knows.
 
-    `up` is the link to the coordinator, `ranks` are the connections of ranks, by shard."""
+    `up` is the link to the coordinator, `ranks` are the connections of the ranks that have said who they are, by
+    shard."""
 
     def __init__(
         self,
@@ -103,17 +104,20 @@ class LeaderDriver:
             self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended, says its host")
 
     async def _serve_rank(self, channel: Channel, shard: int) -> None:
-        current: list[Told] = []
-
-        def ready(writer: wire.Writer) -> None:
-            current.append(Told(writer, self._once, shard))
-            self.ranks[shard] = current[0]
+        told: list[Told] = []
+        greeted: list[Told] = []  # the same, once the rank has said who it is
 
         def received(message: m.AnyMessage) -> None:
+            if not greeted:
+                if (answer := self.node.turned_away(message)) is not None:
+                    told[0].send(answer)
+                    return
+                greeted.append(told[0])
+                self.ranks[shard] = told[0]
             self._do(self.node.from_rank, shard, message, time.monotonic())
 
-        why = await serve_messages(channel, received, ready)
-        if current and self.ranks.get(shard) is current[0]:  # otherwise the rank has connected again
+        why = await serve_messages(channel, received, lambda writer: told.append(Told(writer, self._once, shard)))
+        if greeted and self.ranks.get(shard) is greeted[0]:  # otherwise the rank has connected again
             del self.ranks[shard]
             self._spawn(self._seek(shard, why))
 
@@ -121,10 +125,7 @@ class LeaderDriver:
         """Find out why the connection of a rank has ended. If our own kernel says so, the process has ended; if another
         host says so, that is reported. Otherwise the rank connects again as soon as it runs. If no kernel answers, the
         silence of the rank will tell."""
-        there = self.node.leader.addresses.get(shard)
-        if there is None:
-            self._do(self.node.rank_lost, shard, why)
-            return
+        there = self.node.leader.addresses[shard]
         begun = time.monotonic()
         knock: Knock | None = None
         try:

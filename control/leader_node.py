@@ -68,8 +68,15 @@ class LeaderNode:
 
     # -- the ranks -----------------------------------------------------------------------------------------------
 
+    def turned_away(self, message: m.Message) -> m.Welcome | None:
+        """Returns the answer to the first message of a connection that takes the place of none; None if it is that of a
+        rank of this replica. The ranks of a replica live and die as one, so none goes on with the next life of another:
+        it reads in the answer that this is one, and ends."""
+        ours = isinstance(message, m.Hello) and message.incarnation in ("", self.leader.incarnation)
+        return None if ours else self.leader.welcome
+
     def from_rank(self, shard: int, message: m.Message, now: float) -> list[Action]:
-        """Take a message that a rank has sent over its connection."""
+        """Take a message that a rank has sent over its connection, which was not `turned_away`."""
         self.leader.detector.heard(shard, now)
         return self.told(shard, message)
 

@@ -6,6 +6,7 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control.leader import Leader, ToCoordinator, ToPeerLeader, ToRank
+from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
 from tests.unit.test_rank_node import address, view
@@ -173,19 +174,18 @@ def test_a_rank_that_is_started_again_alone_ends_its_replica() -> None:
 
 
 def test_a_rank_of_an_earlier_life_counts_for_nothing_in_the_next() -> None:
-    made = Leader(0, "life-2", 2, Timeouts.derive(120.0, 10.0))
-    made.from_rank(0, m.Hello(0, address(0, 0)))
+    """Its connection is that of nobody, whatever comes over it."""
+    made = LeaderNode(0, "life-2", 2, Timeouts.derive(120.0, 10.0))
+    made.from_rank(0, m.Hello(0, address(0, 0)), 0.0)
     for said in (m.Hello(1, address(0, 1), "life-1"), m.Ready(), m.CaughtUp(3), m.Installed(4)):
-        answers = made.from_rank(1, said)
-        assert [x.message for x in answers if isinstance(x, ToRank)] == [m.Welcome("life-2")] * isinstance(
-            said, m.Hello
-        )
-        assert not any(isinstance(x, ToCoordinator) for x in answers)
-    assert made.join() is None
-    made.from_rank(1, m.Hello(1, address(7, 1)))
-    assert made.join() is not None
-    assert made.from_rank(0, m.CaughtUp(9)) == []
-    assert made.from_rank(1, m.CaughtUp(9)) == [ToCoordinator(m.CaughtUp(9))]
+        assert made.turned_away(said) == m.Welcome("life-2")
+    assert made.leader.join() is None
+    for life in ("life-2", ""):  # it connects again, or has never heard of a life
+        assert made.turned_away(m.Hello(1, address(7, 1), life)) is None
+    made.from_rank(1, m.Hello(1, address(7, 1)), 0.0)
+    assert made.leader.join() is not None
+    assert made.from_rank(0, m.CaughtUp(9), 0.0) == []
+    assert made.from_rank(1, m.CaughtUp(9), 0.0) == [ToCoordinator(m.CaughtUp(9))]
 
 
 def test_a_joiner_that_is_sent_on_is_ready_again_when_all_its_ranks_are() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
 
+import msgspec
+
+from ftcomm.control import handshake
+from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.dropped import counts
-from ftcomm.control.links import listen
+from ftcomm.control.links import Link, listen
 from ftcomm.control.server import CoordinatorServer
-from tests.agents_rig import Job, Relay
+from tests.agents_rig import CREDENTIALS, Job, Relay
 from tests.stopped_rig import DEADLINE, until
 
 
@@ -29,6 +34,44 @@ def test_a_rank_that_has_come_to_the_leader_of_another_replica_takes_the_place_o
         job.close()
 
 
+def test_a_rank_of_an_earlier_life_takes_the_place_of_nobody_and_hears_that_it_is_over() -> None:
+    """Its replica was started again at the same address, and it was not."""
+    leader_socket = listen("127.0.0.1", 0)
+    job = Job(1, 2)
+    heard: list[m.AnyMessage] = []
+    try:
+        there = leader_socket.getsockname()
+        agents = [job.agent(0, 0, there, leader_socket), job.agent(0, 1, there)]
+        for one in agents:
+            one.register(DEADLINE)
+        leading = agents[0]._leading
+        assert leading is not None
+        ours = leading.ranks[1]
+
+        async def come_again() -> None:
+            hello = m.Hello(1, msgspec.structs.replace(agents[1].address, port=1), "an earlier life")
+            fields: handshake.Fields = {"replica": 0, "shard": 1}
+            said = [hello, m.Finished(False, "a rank of an earlier life says so"), m.Ready()]
+            link = Link(
+                *(there, CREDENTIALS, "rank", fields),
+                on_open=lambda: [link.send(message) for message in said],
+                on_message=heard.append,
+            )
+            while len(heard) < len(said):
+                await asyncio.sleep(0.005)
+            link.close()
+
+        asyncio.run(asyncio.wait_for(come_again(), DEADLINE))
+        assert heard == [leading.node.leader.welcome] * 3
+        assert leading.ranks[1] is ours
+        assert leading.node.leader.addresses[1] == agents[1].address
+        job.do(_drained(job.server))
+        _train_all(agents)
+        assert not job.events_of("suspect", "failed")
+    finally:
+        job.close()
+
+
 def test_a_reset_between_a_rank_and_its_leader_costs_nothing() -> None:
     leader_socket = listen("127.0.0.1", 0)
     relay = Relay(leader_socket.getsockname())
@@ -41,16 +84,20 @@ def test_a_reset_between_a_rank_and_its_leader_costs_nothing() -> None:
             relay.cut()
             until(lambda times=times: relay.count > times and 1 in agents[0]._leading.ranks)  # type: ignore[misc]
         job.do(_drained(job.server))
-        training = [threading.Thread(target=_train, args=(one,), daemon=True) for one in agents]
-        for thread in training:
-            thread.start()
-        for thread in training:
-            thread.join(DEADLINE)
+        _train_all(agents)
         assert all(one.left for one in agents), "what was said after a reset did not arrive"
         assert not job.events_of("suspect", "failed")
     finally:
         relay.close()
         job.close()
+
+
+def _train_all(agents: list[Agent]) -> None:
+    training = [threading.Thread(target=_train, args=(one,), daemon=True) for one in agents]
+    for thread in training:
+        thread.start()
+    for thread in training:
+        thread.join(DEADLINE)
 
 
 def _train(agent: Agent) -> None:
