@@ -14,6 +14,7 @@ from ftcomm.training.loss_scalers import LossScalers
 from ftcomm.training.replay import Replay
 from ftcomm.training.samples import ask, settle
 from ftcomm.training.state import Stateful, entry, flatten
+from ftcomm.training.unsaved import UnsavedBuffers
 
 if TYPE_CHECKING:
     from ftcomm.control.views import View
@@ -43,6 +44,7 @@ class Joiner:
         self._group, self._state, self._scalers, self._compares = group, state, scalers, compares
         self._fetch = Fetch(group, view, step, flatten(state).skeleton)
         self._replay = Replay(state)
+        self._unsaved = UnsavedBuffers(state)
         self._loaded = False
         self._caught_up = False
         self._since = time.monotonic()
@@ -91,7 +93,7 @@ class Joiner:
                 self._replay.apply(REPLAY_LEAST, REPLAY_SHARE * last_step)
             self._check()
             if self._caught_up:
-                answer = ask(self._group, self._state, step, view)
+                answer = ask(self._group, self._state, step, view, unsaved=self._unsaved)
                 settle(self._group, self._state, step, answer, compares=self._compares)
         if not self._caught_up:
             self._replay.begin()
@@ -103,7 +105,8 @@ class Joiner:
         if self._group.contributes:
             return
         step, view = self._boundary
-        answer = ask(self._group, self._state, step, view, all_of_them=True)  # at once: they wait for this alone
+        # At once: they wait for this alone.
+        answer = ask(self._group, self._state, step, view, unsaved=self._unsaved, all_of_them=True)
         if not self._loaded:
             self._fetch.wait(FINISH)
             self._load()

@@ -4,7 +4,8 @@ The joiner has caught up: it has a copy of the state, and has repeated the updat
 things are left:
 
     what no optimizer updates    as buffers, was changed since by the forward passes, on weights that the joiner did not
-                                 have. It takes it as it is now (`ftcomm.training.untrained`)
+                                 have. It takes it as it is now (`ftcomm.training.untrained`), and with it
+                                 the buffers that are not persistent, as far as training has changed them there
     a script that does something else while it is behind, which would leave it with other weights for good, and
                                  nothing would say so. It compares digests: of the settings of each optimizer and
                                  scheduler, with a few bytes of each tensor that it keeps or updates, and of all bytes
@@ -65,6 +66,7 @@ from ftcomm.training.catchup_protocol import (
 )
 from ftcomm.training.kinds import is_average, is_optimizer, is_scheduler
 from ftcomm.training.state import FlatState, Stateful, allocate, first_difference, flatten, load, sampled
+from ftcomm.training.unsaved import UnsavedBuffers
 from ftcomm.training.untrained import ChangeWatch, Sums, sums, untrained
 
 if TYPE_CHECKING:
@@ -205,13 +207,19 @@ class Answer:
 
 
 def ask(
-    group: Group, state: Mapping[str, Stateful], step: int, view: View, *, all_of_them: bool = False
+    group: Group,
+    state: Mapping[str, Stateful],
+    step: int,
+    view: View,
+    *,
+    unsaved: UnsavedBuffers,
+    all_of_them: bool = False,
 ) -> Answer | None:
     """Returns the sample of one that contributes of the boundary of `step`; None if nobody has answered.
 
     Asks one after the other until one answers, each for half the time in which this replica would be called a stall.
     With `all_of_them` the others are asked too, so that they need not `linger`. Raises `StateError` if what nobody can
-    replay is in the `state`, and none gives it.
+    replay is in the `state`, or in the `unsaved` buffers of this replica, and none gives it.
     """
     here = flatten(untrained(state)).skeleton
     found = None
@@ -227,7 +235,7 @@ def ask(
         found = Answer(source, taken) if found is None else found
         if not all_of_them:
             break
-    if found is None and any(part.state_dict() for part in untrained(state).values()):
+    if found is None and (any(part.state_dict() for part in untrained(state).values()) or unsaved.changed()):
         raise StateError(
             f"replica {group.replica} rank {group.shard}: boundary {step}: no replica could give it the buffers and "
             "frozen parameters as they are now, which it cannot replay. Start this replica again: it takes all of the "

@@ -171,6 +171,7 @@ class Codebook(nn.Module):
         self.register_buffer("means", torch.zeros(64))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("table", torch.arange(1000.0))
+        self.register_buffer("unsaved", torch.zeros(64), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.into(x)
@@ -179,8 +180,9 @@ class Codebook(nn.Module):
             self._group.allreduce(mean, "avg")
             self.means.lerp_(mean, 0.1)
             self.calls += 1
+            self.unsaved += mean
             self.slow.lerp_(self.into.weight, 0.1)
-        return self.out((self.own(hidden) - self.means + x @ self.slow.T).tanh())
+        return self.out((self.own(hidden) - self.means + self.unsaved + x @ self.slow.T).tanh())
 
 
 def train_what_no_optimizer_updates(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
@@ -194,7 +196,8 @@ def train_what_no_optimizer_updates(group: ftcomm.Group, notes: Notes, arguments
     state = {"model": model, "optimizer": optimizer}
 
     def digest_of_all() -> str:
-        held = {name: value for name, value in model.state_dict().items() if not name.startswith("own.running")}
+        whole = {**model.state_dict(), "unsaved": model.unsaved}
+        held = {name: value for name, value in whole.items() if not name.startswith("own.running")}
         return digest({"model": ValueEntry(held), "optimizer": optimizer})
 
     for step in steps_until_told(group, arguments, state):

@@ -16,6 +16,7 @@ from ftcomm.training import samples
 from ftcomm.training.catchup_protocol import CatchUpDone, SampleOffer, Wait, receive, send
 from ftcomm.training.samples import SampleSource
 from ftcomm.training.state import sampled
+from ftcomm.training.unsaved import UnsavedBuffers
 from tests.unit.test_catchup import Network, Node, view
 
 STEP = 7
@@ -53,6 +54,7 @@ def sources(network, state, replicas=(0, 1, 2), step=STEP):
 def ask(network, state, contributing=(0, 1, 2), step=STEP, **how):
     """What a joiner does that has caught up."""
     here = Rank(network, BEHIND[0])
+    how.setdefault("unsaved", UnsavedBuffers(state))
     answer = samples.ask(here, state, step, view(contributing, BEHIND), **how)
     samples.settle(here, state, step, answer, compares=True)
 
@@ -105,6 +107,66 @@ def test_what_no_optimizer_updates_is_taken_as_it_is_now():
     assert values_of_rest(here) == values_of_rest(there)
     weights = [state["model"][0].weight.detach().clone() for state in (here, there)]
     assert torch.equal(*weights)
+
+
+class Keeping(nn.Module):
+    """Has buffers that are in no state_dict."""
+
+    def __init__(self, replica):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(2, 2)
+        for name, value in (
+            ("mean", torch.zeros(3)),  # what forward passes come to
+            ("count", torch.zeros(2, dtype=torch.bfloat16)),
+            ("mine", torch.tensor(replica)),  # a constant of this replica
+            ("cache", torch.zeros(2 + replica)),  # its size depends on the data
+            ("wide", torch.zeros(()).expand(4)),  # all elements at one address
+            ("none", None),
+        ):
+            self.inner.register_buffer(name, value, persistent=False)
+
+    def step(self, by):
+        inner = self.inner
+        inner.mean += by
+        inner.count += by
+        inner.cache += by
+        inner.wide = torch.tensor(float(by)).expand(4)
+
+    def held(self):
+        inner = self.inner
+        return [each.tolist() for each in (inner.mean, inner.count, inner.mine, inner.cache, inner.wide)]
+
+
+def test_buffers_that_are_not_persistent_are_taken_if_training_changes_them(caplog):
+    network, there, here = Network(), Keeping(0), Keeping(1)
+    source = SampleSource(Rank(network, 0), {"model": there})
+    unsaved = UnsavedBuffers({"model": here})
+    for step, by in ((STEP - 1, 3), (STEP, 0), (STEP + 1, -3)):
+        there.step(by)
+        here.step(7)
+        source.at_boundary(step, view((0,), BEHIND))
+        with caplog.at_level(logging.WARNING):
+            ask(network, {"model": here}, (0,), step, unsaved=unsaved)
+        assert here.held()[:3] == [there.held()[0], there.held()[1], 1], "or what has changed and is as before"
+    assert here.held()[3:] == [[21.0] * 3, [7.0] * 4], "what does not fit was touched"
+    assert "keep what they hold: ['inner.cache', 'inner.wide']" in caplog.text
+    fresh = Keeping(0)
+    source = SampleSource(Rank(network, 0), {"model": fresh})
+    source.at_boundary(STEP, view((0,), BEHIND))
+    assert network.handlers[0].__self__._kept[STEP].rest.tensors == [], "nothing has changed"
+
+
+def test_who_gets_no_buffers_that_are_not_persistent_does_not_contribute_if_it_has_changed_its_own():
+    network, here = Network(), Keeping(0)
+    here.inner.requires_grad_(False)
+    optimizer = torch.optim.SGD(here.parameters())
+    state = {"model": here, "optimizer": optimizer}
+    unsaved = UnsavedBuffers(state)
+    ask(network, state, (), unsaved=unsaved)
+    here.step(1)
+    with pytest.raises(StateError, match="no replica could give it the buffers"):
+        ask(network, state, (), unsaved=unsaved)
 
 
 def test_what_only_the_joiner_has_changed_is_found():
