@@ -73,6 +73,11 @@ def is_torch(x: Any) -> bool:
     return tensor is not None and isinstance(x, tensor)
 
 
+def is_cupy(x: Any) -> bool:
+    """Whether `x` is an array of CuPy, which is not imported here either."""
+    return type(x).__module__.partition(".")[0] == "cupy" and hasattr(x, "get")
+
+
 def _stage_other(x: Any) -> Staged:
     if is_torch(x):
         from ftcomm.arrays.tensors import stage_tensor
@@ -81,7 +86,7 @@ def _stage_other(x: Any) -> Staged:
         return stage_tensor(x)
     if isinstance(x, np.ndarray):
         return _stage_numpy(x)
-    if type(x).__module__.partition(".")[0] == "cupy" and hasattr(x, "get"):
+    if is_cupy(x):
         return _stage_cupy(x)
     jax = sys.modules.get("jax")  # a holder of a JAX array has imported it
     if jax is not None and isinstance(x, jax.Array):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.arrays import is_torch
+from ftcomm.arrays import is_cupy, is_torch
 from ftcomm.errors import StateError
 from ftcomm.training.state import Stateful
 
@@ -43,12 +43,12 @@ def as_entry(name: str, value: Any) -> Stateful:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         stateful: Stateful = value
         return stateful
-    if isinstance(value, _KINDS) or is_torch(value):
+    if isinstance(value, _KINDS) or is_torch(value) or is_cupy(value):
         return ValueEntry(value)
     raise StateError(
         f"the entry {name!r} of `state` is a {type(value).__module__}.{type(value).__qualname__}, which a replica that "
-        "comes back cannot take over. Expected something with state_dict and load_state_dict, a NumPy array, a "
-        "tensor, or a dict or list of these, which is updated in place (an array of JAX goes into a dict)."
+        "comes back cannot take over. Expected something with state_dict and load_state_dict, an array of NumPy or "
+        "CuPy, a tensor, or a dict or list of these, which is updated in place (an array of JAX goes into a dict)."
     )
 
 
@@ -59,6 +59,10 @@ def _update(here: Any, there: Any) -> Any:
         return here
     if is_torch(here) and is_torch(there):
         here.detach().copy_(there)
+        return here
+    if is_cupy(here) and isinstance(there, np.ndarray):
+        with here.device:
+            here[...] = sys.modules["cupy"].asarray(there)
         return here
     if isinstance(here, MutableMapping) and isinstance(there, Mapping):
         for key in [key for key in here if key not in there]:

@@ -1,9 +1,9 @@
 """Training state as bytes: any nest of dicts, lists, tensors and arrays as a msgpack skeleton and a list of tensors.
 
-A NumPy array is in that list as an array of its bytes, so a state without tensors needs no torch. The skeleton holds
-everything but the tensors' bytes: names, nesting, plain values, and for each tensor its place in
-the list, dtype and shape. Two skeletons can be compared before a single byte of a tensor is moved, so a replica that
-was started with another model is refused at once, with the first difference named. Nothing is pickled.
+An array of NumPy, CuPy or JAX is in that list as an array of its bytes on the host, so a state without tensors needs
+no torch. The skeleton holds everything but the tensors' bytes: names, nesting, plain values, and for each tensor its
+place in the list, dtype and shape. Two skeletons can be compared before a single byte of a tensor is moved, so a
+replica that was started with another model is refused at once, with the first difference named. Nothing is pickled.
 
     state = {"model": model, "optimizer": optimizer}       # anything with state_dict and load_state_dict
     flat = flatten(state)                                  # FlatState(skeleton: bytes, tensors: list[Tensor])
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from ftcomm.arrays import is_torch
+from ftcomm.arrays import is_cupy, is_torch
 from ftcomm.arrays.dtensor import Layout, Meshes, is_spread, layout, local
 from ftcomm.errors import StateError
 from ftcomm.training.kinds import is_module, is_optimizer
@@ -280,6 +280,9 @@ def _encode(value: Any, path: str, tensors: list[Held], ordered: bool) -> Any:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.Array) and value.is_fully_addressable:
         value = np.asarray(value)
+    if is_cupy(value):
+        with value.device:
+            value = value.get(order="C")  # blocks until what was queued on the current stream is done
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray):
         return _encode_array(value, path, tensors)
     if isinstance(value, Mapping):
@@ -295,8 +298,8 @@ def _encode(value: Any, path: str, tensors: list[Held], ordered: bool) -> Any:
         return [tag, [_encode(entry, f"{path}.{i}", tensors, ordered) for i, entry in enumerate(value)]]
     raise StateError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another replica. A "
-        "state may hold dict, list, tuple, None, bool, int, float, str, bytes, tensors and NumPy arrays; convert it in "
-        "state_dict()."
+        "state may hold dict, list, tuple, None, bool, int, float, str, bytes, tensors, and arrays of NumPy, CuPy and "
+        "JAX; convert it in state_dict()."
     )
 
 

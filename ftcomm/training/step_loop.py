@@ -85,10 +85,10 @@ class StepLoop:
     """The step loop of this rank. One at a time; not thread-safe. All ranks of the job make it with equal arguments.
 
     state: what a joiner must take over: modules, optimizers, schedulers, anything with state_dict and load_state_dict,
-        NumPy arrays, tensors, and dicts and lists of them, under the same names on every replica. The first boundary
-        checks that all of it can be sent. `ftcomm.steps` says what this needs. An entry may have `begins(step)`, which
-        is called before each attempt at a step, and `settled(outcome)`, which is called after it; a joiner keeps the
-        latter calls while the state is on its way, and makes them later.
+        arrays of NumPy or CuPy, tensors, and dicts and lists of them, under the same names on every replica. The first
+        boundary checks that all of it can be sent. `ftcomm.steps` says what this needs. An entry may have
+        `begins(step)`, which is called before each attempt at a step, and `settled(outcome)`, which is called after it;
+        a joiner keeps the latter calls while the state is on its way, and makes them later.
     group: default: the default group.
     vote: whether all replicas agree that a step is finished before its update, by one small all-reduce. Without it a
         local error ends this replica, and the others go on.

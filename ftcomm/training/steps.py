@@ -23,11 +23,11 @@ def steps(
     thread-safe.
 
     `state` names what a joining replica must take over: the module, the optimizer, learning-rate schedulers, anything
-    with `state_dict` and `load_state_dict`; also NumPy arrays and tensors, and dicts and lists of them, which are
-    overwritten in place. It must hold the same names on every replica; an entry that cannot be sent is an error at the
-    first boundary. A joiner fetches the state in the background while it runs the loop body, with its input left out of
-    every reduction. Its optimizers and schedulers do nothing until the state is there and then repeat what they missed
-    (see replay.py), so at the end all replicas hold the same bits. That needs four things:
+    with `state_dict` and `load_state_dict`; also arrays of NumPy or CuPy, tensors, and dicts and lists of them, which
+    are overwritten in place. It must hold the same names on every replica; an entry that cannot be sent is an error at
+    the first boundary. A joiner fetches the state in the background while it runs the loop body, with its input left
+    out of every reduction. Its optimizers and schedulers do nothing until the state is there and then repeat what they
+    missed (see replay.py), so at the end all replicas hold the same bits. That needs four things:
 
     - A step must end with `optimizer.step()` on gradients that were reduced over the group: the update must not depend
       on this replica's own weights.

@@ -15,6 +15,8 @@ from .test_launch_training import FOREVER, Job, here
 
 __all__ = ["here"]
 
+ROOT = Path(__file__).parents[2]
+
 pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
 KEEPS = """
@@ -56,6 +58,34 @@ print("state", step, momentum["count"], zlib.crc32(w), zlib.crc32(momentum["m"])
 @pytest.mark.shows("ftcomm run", "NumPy arrays", "RSJE")
 def test_arrays_are_taken_over_by_a_replica_that_comes_back(here: Path) -> None:
     Job(here, KEEPS, FOREVER).kill_and_drain()
+
+
+KEEPS_CUPY = f"""
+import sys, time, zlib
+sys.modules["torch"] = None
+sys.path.insert(0, {str(ROOT)!r})
+from tests import cupy_stub
+sys.modules["cupy"] = cupy = cupy_stub.module()
+import numpy as np
+import ftcomm
+
+w, adam = cupy.array(np.zeros(1000), np.float64), {{"m": cupy.array(np.zeros(1000), np.float64), "count": 0}}
+group = ftcomm.init()
+for step in ftcomm.steps(int(sys.argv[1]), {{"w": w, "adam": adam}}):
+    g = cupy.array(np.full(1000, step + 0.5 * group.replica), np.float64)
+    ftcomm.allreduce(g, op="avg")
+    adam["m"][...] = cupy.asarray(adam["m"].get() + g.get())
+    adam["count"] += 1
+    w[...] = cupy.asarray(w.get() - 0.1 * adam["m"].get())
+    ftcomm.report(step=step)
+    time.sleep(0.02)
+print("state", step, adam["count"], zlib.crc32(w.get()), zlib.crc32(adam["m"].get()))
+"""
+
+
+def test_arrays_of_cupy_are_taken_over_too(here: Path) -> None:
+    """By a stand-in for CuPy, whose arrays lie on the host."""
+    Job(here, KEEPS_CUPY, FOREVER).kill_and_drain()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import re
+import sys
 import types
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from ftcomm.errors import StateError
 from ftcomm.training.entries import as_entry
 from ftcomm.training.startup_check import fingerprints
 from ftcomm.training.state import allocate, digest, first_difference, flatten, load
+from tests import cupy_stub
 
 
 class Box:
@@ -300,6 +302,28 @@ def test_what_a_script_holds_is_written_into():
     assert tensor.tolist() == [1.0] * 2
     assert layer.tolist() == [1.0] * 2, "names that the script has for an array stay good"
     assert (deep["epoch"], deep["new"], "old" in deep) == (7, 3, False)
+
+
+def test_arrays_of_cupy_travel_by_the_host_and_are_written_into(monkeypatch):
+    cupy = cupy_stub.module()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    alone, deep = cupy.array(0 * values, np.float32), {"w": cupy.array(0 * values, np.float32), "step": 1}
+    held = deep["w"]
+    here = {"a": as_entry("a", alone), "d": as_entry("d", deep)}
+    there = {
+        "a": as_entry("a", cupy.array(values, np.float32)),
+        "d": as_entry("d", {"w": cupy.array(values + 1, np.float32), "step": 7}),
+    }
+    assert digest(here) != digest(there)
+    assert first_difference(flatten(here).skeleton, flatten(there).skeleton) is None
+    load(over_the_wire(there), here)
+    assert digest(here) == digest(there)
+    assert (alone.get().tolist(), held.get().tolist()) == (values.tolist(), (values + 1).tolist())
+    assert (deep["w"] is held, deep["step"]) == (True, 7)
+    shape = {"a": as_entry("a", cupy.array(np.zeros(2), np.float32)), "d": here["d"]}
+    said = first_difference(flatten(here).skeleton, flatten(shape).skeleton)
+    assert said == "a is an array of <f4[2] there and an array of <f4[2, 3] here"
 
 
 class Moments(NamedTuple):
