@@ -3,8 +3,6 @@ with its stacks."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +11,10 @@ import msgspec
 
 from ftcomm.diagnosis import stacks
 from ftcomm.monitoring.job import GONE, Overview
+from ftcomm.monitoring.rank_waits import RecordedWaits, paths
 from ftcomm.recorder.files import FOLDER
 from ftcomm.recorder.reader import SUFFIX, RecordedOp, Recording, RecordingError, lives, read
-from ftcomm.recorder.tail import RecordingTail
 
-NAME = re.compile(rf"replica-(\d+)\.rank-(\d+)\.pid-(\d+){re.escape(SUFFIX)}")
 PHASES = 6  # the newest that are shown
 SHORT = 0.1  # s below which it does not count as a wait
 NO_RECORDING = "This host has no recording of this rank: look on its own host, with ftcomm dump."
@@ -36,24 +33,13 @@ class RankWaits:
 
     def __init__(self, socket: Path) -> None:
         self._folder = socket.parent / FOLDER
-        self._tails: dict[tuple[int, int], tuple[Path, RecordingTail]] = {}
+        self._waits = RecordedWaits(self._folder)
         self._last: dict[tuple[int, int], float] = {}
 
     def now(self) -> dict[tuple[int, int], float]:
         """Returns (replica, rank) -> seconds for which it has waited so far in its op."""
-        newest = paths(self._folder)
-        for rank, (path, tail) in list(self._tails.items()):
-            if newest.get(rank) != path:
-                tail.close()
-                del self._tails[rank]
-        found = {}
-        for rank, path in newest.items():
-            with contextlib.suppress(RecordingError, OSError):
-                if rank not in self._tails:
-                    self._tails[rank] = path, RecordingTail(path)
-                found[rank] = self._tails[rank][1].waits()
-        self._last = found
-        return found
+        self._last = self._waits.now()
+        return self._last
 
     def longest(self, replica: int, first: int, ranks: int) -> int:
         """Returns which of so many ranks had waited longest at the last look; the first if none waits."""
@@ -93,20 +79,6 @@ def stack_lines(found: stacks.Stacks) -> list[str]:
     if found.native:
         lines += ["by py-spy", *found.native.rstrip().splitlines()]
     return lines + ([found.missing] if found.missing else [])
-
-
-def paths(folder: Path) -> dict[tuple[int, int], Path]:
-    """Returns (replica, rank) -> the recording of its newest life."""
-    found: dict[tuple[int, int], tuple[int, Path]] = {}
-    for path in folder.glob(f"*{SUFFIX}"):
-        if (name := NAME.fullmatch(path.name)) is None:
-            continue
-        rank = int(name.group(1)), int(name.group(2))
-        with contextlib.suppress(OSError):
-            made = path.stat().st_ctime_ns
-            if rank not in found or found[rank][0] < made:
-                found[rank] = made, path
-    return {rank: path for rank, (_, path) in found.items()}
 
 
 def with_waits(job: Overview, waits: Mapping[tuple[int, int], float]) -> Overview:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from ftcomm.dashboard.ranks import paths
 from ftcomm.dashboard.traffic import Traffic, merged, of_column
 from ftcomm.diagnosis import slowdown
 from ftcomm.diagnosis.facts import Rank
 from ftcomm.diagnosis.slowdown import SlowdownOfGroup, SlowdownOfRank
+from ftcomm.monitoring.rank_waits import paths
 from ftcomm.recorder.reader import Recording, RecordingError, lives
 from ftcomm.recorder.tail import RecordingTail
 

@@ -19,6 +19,10 @@ from ftcomm.launch.admin import protocol
 from ftcomm.launch.admin.client import AdminClient, JobEnded, find, running
 from ftcomm.launch.confirmation import confirm, yes_option
 from ftcomm.launch.event_text import replicas as named
+from ftcomm.monitoring.rank_waits import RecordedWaits
+from ftcomm.recorder.files import FOLDER
+
+WIDTH = 120  # columns of a table that goes to no terminal
 
 job_option = click.option("--job", metavar="RUN", help="Which job; not needed if only one of yours runs here.")
 
@@ -28,18 +32,21 @@ job_option = click.option("--job", metavar="RUN", help="Which job; not needed if
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each job.")
 @click.option("--watch", type=click.FloatRange(min=0.01), metavar="S", help="Every S seconds, until all have ended.")
 def status(job: str | None, as_json: bool, watch: float | None) -> None:
-    """Show a running job: who is in it, at which step, and what happened last.
+    """Show a running job: who is in it, where, at which step, who waits for others, and what happened last.
 
     A job is found by the name of its run, or the beginning of it; without --job all of yours on this machine are shown.
     The fields of the JSON are those of `ftcomm.launch.admin.protocol.Status`.
     """
     console = Console()
+    if not console.is_terminal:  # which has a width of its own
+        console.width = WIDTH
     paths = [find(job)] if job is not None or not running() else list(running().values())
+    waits = {path: RecordedWaits(path.parent / FOLDER) for path in paths}
     for again in itertools.count():
         for path in tuple(paths):
             try:
                 with AdminClient(path) as remote:
-                    seen = remote.status()
+                    seen = with_waits(remote.status(), waits[path])
             except JobEnded:
                 if not again:
                     raise
@@ -54,25 +61,61 @@ def status(job: str | None, as_json: bool, watch: float | None) -> None:
         time.sleep(watch)
 
 
+def with_waits(seen: protocol.Status, waits: RecordedWaits) -> protocol.Status:
+    """Returns the status with what the recordings on this host say, which the launcher does not read."""
+    of: dict[int, dict[str, float]] = {}
+    for (replica, rank), seconds in sorted(waits.now().items()):
+        of.setdefault(replica, {})[str(rank)] = round(seconds, 3)
+    replicas = [msgspec.structs.replace(each, waits=of.get(each.replica, {})) for each in seen.replicas]
+    return msgspec.structs.replace(seen, replicas=replicas)
+
+
 def show(seen: protocol.Status, console: Console) -> None:
+    """Print a status. Hosts are a column if there are several, and waits if anybody waits."""
     doing = "the coordinator is being restarted" if seen.away else "draining" if seen.draining else "running"
+    rows = [_row(replica) for replica in seen.replicas]
+    hosts = {row["host"] for row in rows}
+    left_out = {"host"} if len(hosts) == 1 else set()
+    left_out |= {"waits"} if all(row["waits"] == "-" for row in rows) else set()
     shown = Table()
-    for name in ("replica", "state", "in the job", "for", "step", "effective", "starts", "pids"):
-        shown.add_column(name, justify="left" if name in ("state", "in the job") else "right")
-    for replica in seen.replicas:
-        place = "contributes" if replica.contributes else "catches up" if replica.member else replica.joining or "-"
-        step = str(replica.step) if replica.step >= 0 else "-"
-        pids = " ".join(str(pid) for _, pid in sorted(replica.pids.items(), key=lambda item: int(item[0])))
-        effective = "-" if replica.effective is None else f"{replica.effective:.0%}"
-        lasts = str(datetime.timedelta(seconds=round(max(0.0, time.time() - replica.since))))
-        starts = str(replica.starts)
-        shown.add_row(str(replica.replica), replica.state, place, lasts, step, effective, starts, pids or "-")
-    console.print(f"job {seen.run} ({seen.script}), {doing}, epoch {seen.epoch}", markup=False, soft_wrap=True)
+    for name in rows[0]:
+        if name not in left_out:
+            shown.add_column(name, justify="left" if name in ("host", "state", "in the job") else "right")
+    for row in rows:
+        shown.add_row(*(text for name, text in row.items() if name not in left_out))
+    on = f" on {hosts.pop()}" if left_out >= {"host"} and hosts != {"-"} else ""
+    console.print(f"job {seen.run} ({seen.script}){on}, {doing}, epoch {seen.epoch}", markup=False, soft_wrap=True)
     console.print(shown)
     for replica in seen.replicas:
         if replica.reason:
             console.print(f"replica {replica.replica} is out: {replica.reason}", markup=False, soft_wrap=True)
     console.print(f"last: {seen.last}", markup=False, soft_wrap=True)
+
+
+def _row(replica: protocol.ReplicaStatus) -> dict[str, str]:
+    """Returns the cells of a replica by their columns."""
+    place = "contributes" if replica.contributes else "catches up" if replica.member else replica.joining or "-"
+    pids = " ".join(str(pid) for _, pid in sorted(replica.pids.items(), key=lambda item: int(item[0])))
+    return {
+        "replica": str(replica.replica),
+        "host": replica.host or "-",
+        "state": replica.state,
+        "in the job": place,
+        "for": str(datetime.timedelta(seconds=round(max(0.0, time.time() - replica.since)))),
+        "step": str(replica.step) if replica.step >= 0 else "-",
+        "waits": _longest(replica.waits),
+        "effective": "-" if replica.effective is None else f"{replica.effective:.0%}",
+        "starts": str(replica.starts),
+        "pids": pids or "-",
+    }
+
+
+def _longest(waits: dict[str, float]) -> str:
+    """Returns for how long the rank that waits longest has done so, and which it is if there are several."""
+    rank, seconds = max(waits.items(), key=lambda wait: wait[1], default=("", 0.0))
+    if not seconds:
+        return "-"
+    return f"{seconds:.1f} s" if len(waits) == 1 else f"{seconds:.1f} s (rank {rank})"
 
 
 @click.command()

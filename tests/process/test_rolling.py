@@ -309,6 +309,43 @@ def test_one_that_builds_its_model_is_seen_and_may_be_told_to_leave(here: Path) 
     check_steps(here, 1)
 
 
+WAITS = """
+import os, time
+import numpy as np
+import ftcomm
+
+group = ftcomm.init()
+for step in ftcomm.steps(10**9, {"x": np.zeros(1)}):
+    while group.replica == 1 and step == 3 and not os.path.exists("go"):
+        time.sleep(0.01)
+    ftcomm.allreduce(np.ones(1))
+    time.sleep(0.01)
+"""
+
+
+def test_status_says_on_which_host_ranks_are_and_for_how_long_each_waits(here: Path) -> None:
+    job = Job(here, WAITS)
+    shown: list[Any] = []
+
+    def waits() -> dict[int, dict[str, float]]:
+        said = CliRunner().invoke(commands, ["status", "--json"]).output
+        return {replica["replica"]: replica["waits"] for replica in json.loads(said)["replicas"]} if said else {}
+
+    async def plan() -> None:
+        await job.until(lambda: job.of("view"))
+        while not all(shown and shown[-1].get(replica, {}).get("0", 0.0) > 0.3 for replica in (0, 2)):
+            shown.append(await asyncio.to_thread(waits))
+        shown.append((await asyncio.to_thread(CliRunner().invoke, commands, ["status"])).output)
+        (here / "go").touch()
+        job.launcher.drain()
+
+    assert job.run(plan) == run.DRAINED, (job.said, job.lines)
+    *_, found, table = shown
+    assert found[1] == {"0": 0.0}, "the one for whom the others wait"
+    assert " on 127.0.0.1, running, " in table.splitlines()[0]
+    assert [" s │" in line for line in table.splitlines() if "contributes" in line] == [True, False, True], table
+
+
 # -- the socket ------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     joining: str = ""  # before it is a member: "prepares" while its script does, then "joins"
     reason: str = ""  # why it was last removed or ended, until it contributes again
     since: float = 0.0  # seconds since 1970 at which state, member, contributes or joining have changed last
+    waits: dict[str, float] = {}  # rank -> seconds for which it has waited so far in its op; ranks of the asker's host
 
 
 class Status(AdminAnswer, frozen=True, tag="status"):
