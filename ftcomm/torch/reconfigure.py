@@ -12,18 +12,29 @@ reconfiguration mends either. The handle stays the same as long as the process g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
-from ftcomm.static.endpoint import Endpoint
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError
+from ftcomm.static.endpoint import Endpoint, parse
 from ftcomm.static.group import StaticGroup
 from ftcomm.torch.process_group import FtProcessGroup
 from ftcomm.torch.replicas import FinishedWork
 from ftcomm.torch.work import FtWork
+from ftcomm.transport.address import is_loopback
 
 MEET = 60.0  # s to wait for all, unless the call says otherwise
+
+
+def _mend(handles: Sequence[str]) -> str:
+    """Returns what to set if these handles are those of several hosts."""
+    if not any(is_loopback(parse(handle).host) for handle in handles):
+        return ""
+    return (
+        " Handles have the loopback address where FTCOMM_HOST is not set: if the members are on several hosts, set "
+        "FTCOMM_HOST on each to its address or interface that the others reach."
+    )
 
 
 class _Before:
@@ -43,7 +54,7 @@ class ReconfigurableGroup(FtProcessGroup):
 
     def __init__(self, rank: int, size: int, timeout: float, *, name: str) -> None:
         super().__init__(_Before(rank, size), timeout, name=name)
-        self._endpoint = Endpoint(os.environ.get("FTCOMM_HOST", "127.0.0.1"))
+        self._endpoint = Endpoint()  # at FTCOMM_HOST
         self._group: StaticGroup | None = None
         self._used: set[int] = set()
         self._hooks: dict[int, Callable[[], None]] = {}
@@ -74,14 +85,17 @@ class ReconfigurableGroup(FtProcessGroup):
         handles = list(opts.handles)
         if isinstance(opts.handles, (set, frozenset)):
             handles.sort()  # any order will do that is the same everywhere
-        group = StaticGroup.from_handles(
-            self._endpoint,
-            f"torch {uuid}",
-            handles,
-            op_timeout=self._timeout,
-            timeout=seconds,
-            transport=os.environ.get("FTCOMM_TRANSPORT", "auto"),
-        )
+        try:
+            group = StaticGroup.from_handles(
+                self._endpoint,
+                f"torch {uuid}",
+                handles,
+                op_timeout=self._timeout,
+                timeout=seconds,
+                transport=os.environ.get("FTCOMM_TRANSPORT", "auto"),
+            )
+        except TransportError as error:
+            raise TransportError(f"{error}{_mend(handles)}") from error
         self._group = self._calls = group
 
     def _leave(self) -> None:

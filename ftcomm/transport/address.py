@@ -78,7 +78,7 @@ def own_address(asked: str, towards: tuple[str, int], name: str, timeout: float 
     Blocks for at most `timeout` seconds while the name in `towards` is not known yet, such as that of a pod that
     starts. Raises `SettingsError` on an address that others cannot reach.
     """
-    if asked and not _is_loopback(asked):
+    if asked and not is_loopback(asked):
         return resolved(asked)
     deadline = time.monotonic() + timeout
     while True:
@@ -92,7 +92,7 @@ def own_address(asked: str, towards: tuple[str, int], name: str, timeout: float 
                     f"({error.strerror or error}). Mend the name or the network."
                 ) from None
         time.sleep(PAUSE)
-    if asked and from_here != there and not _is_loopback(from_here):
+    if asked and from_here != there and not is_loopback(from_here):
         raise SettingsError(
             f"FTCOMM_HOST={asked} is reached from this host alone, and {name}={towards[0]}:{towards[1]} is on another "
             f"one; the way there leaves from {from_here}. Unset FTCOMM_HOST, or set it to an address or an interface "
@@ -129,7 +129,7 @@ def resolved(asked: str) -> str:
         ) from None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
