@@ -538,6 +538,54 @@ def same_ranks(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
     dist.destroy_process_group()
 
 
+def compiled(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Compiled graphs of collectives, and a compiled module under DDP, with the bits of those that are not compiled. A
+    replica is lost in step 2; a graph in which torch has put the size of the group is an error then, until it is made
+    anew."""
+    from torch.distributed import _functional_collectives as funcol
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        everybody = dist.group.WORLD
+        y = funcol.all_reduce((x * 2).sin(), "sum", everybody)
+        z = funcol.all_gather_tensor(y, 0, everybody)
+        return funcol.reduce_scatter_tensor(z.cos(), "avg", 0, everybody) + y
+
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce((x * 2).sin(), "sum", dist.group.WORLD) + x
+
+    graph, summed = (torch.compile(each, backend="aot_eager", fullgraph=True) for each in (body, sums))
+    torch.manual_seed(0)
+    alone, module = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    module.load_state_dict(alone.state_dict())
+    ddp = [DistributedDataParallel(torch.compile(module, backend="aot_eager")), DistributedDataParallel(alone)]
+    for step in ftcomm.steps(4):
+        if step == 2 and group.replica == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.arange(6.0) + group.replica + step
+        if step == 3:
+            try:
+                graph(x)
+            except Exception as error:
+                notes.write(kind="stale", text=f"{type(error).__name__}: {error}")
+            torch._dynamo.reset()
+        if step != 2:  # in which two calls may have other contributors
+            equal(summed(x), sums(x), "a compiled all-reduce")
+            equal(graph(x), body(x), "a compiled graph")
+        gradients = []
+        for each in ddp:
+            each.zero_grad()
+            each(torch.full((2, 4), group.replica + 1.0)).square().mean().backward()
+            gradients.append(each.module.weight.grad.clone())
+        if step != 2:
+            equal(*gradients, "a compiled module under DDP")
+        notes.write(kind="step", step=step, size=dist.get_world_size())
+    dist.destroy_process_group()
+
+
 def as_torch_expects(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """What its compiler, its profiler and its checkpoints ask of a process group and of a Work."""
     import torch.distributed.checkpoint as dcp

@@ -101,6 +101,21 @@ def test_the_compiler_the_profiler_and_checkpoints_of_torch_find_what_they_look_
     assert len([note for _, _, note in job.notes() if note["kind"] == "done"]) == 2
 
 
+@pytest.mark.slow
+def test_what_is_compiled_has_the_bits_of_what_is_not_before_and_after_a_loss(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=3, body=bodies.compiled) as job:
+        for replica, code in ((0, 0), (1, 0), (2, -9)):
+            assert job.join(replica) == [code], job.errors()
+    steps = [
+        (note["step"], note["size"]) for replica, _, note in job.notes() if replica == 0 and note["kind"] == "step"
+    ]
+    assert [step for step, _ in steps] == [0, 1, 2, 3]
+    assert steps[0] == (0, 3)
+    assert steps[3] == (3, 2)
+    stale = [note["text"] for _, _, note in job.notes() if note["kind"] == "stale"]
+    assert len(stale) == 2, "a graph of three members was run by two"
+
+
 def test_without_its_root_a_broadcast_fails_alike_and_ranks_change_at_the_boundary(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=3, body=bodies.lost_root) as job:
         for replica in (1, 2):
