@@ -61,7 +61,7 @@ def main() -> None:
     if Path(args.output).exists():
         accelerator.load_state(args.output)
 
-    steps_an_epoch = -(-len(loader) // 2)
+    completed, steps_an_epoch = 0, -(-len(loader) // 2)
     for epoch in accelerator.epochs(-(-args.steps // steps_an_epoch)):
         model.train()
         for batch in loader:
@@ -88,7 +88,7 @@ def main() -> None:
     digest = hashlib.blake2b(digest_size=8)
     for value in accelerator.unwrap_model(model).state_dict().values():
         digest.update(value.cpu().numpy().tobytes())
-    print(f"trained {accelerator.completed_steps} steps, weights {digest.hexdigest()}", flush=True)
+    print(f"trained {completed} steps, weights {digest.hexdigest()}", flush=True)
 
 
 if __name__ == "__main__":

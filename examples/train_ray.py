@@ -3,8 +3,8 @@
     python examples/train_ray.py --workers 4 --steps 500
     python examples/train_ray.py --detached ...         # on a cluster: the training outlives this process
 
-`ReplicaConfig` and the number of failures is all that differs from a script for Ray Train, beside the step loop, by
-which a worker that comes back takes over the state of the others while they train.
+It differs from a script for Ray Train in two lines: where TorchTrainer comes from, and the loop over steps, by which a
+worker that comes back takes over the state of the others while they train.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any
 import ray
 import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer, prepare_model
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import prepare_model
 
 from ftcomm.demo.data import library_text
 from ftcomm.demo.model import Transformer
-from ftcomm.integrations.ray import ReplicaConfig
-from ftcomm.training import StepLoop
+from ftcomm.integrations.ray import TorchTrainer, steps
 
 CONTEXT, BATCH = 64, 12  # bytes of a sample, samples of a worker's batch
 
@@ -34,30 +33,27 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     parallel = prepare_model(model)
     me, workers = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
-    loop = StepLoop({"model": model, "optimizer": optimizer})
-    for step in loop.steps(config["steps"]):
+    for step in steps(config["steps"], {"model": model, "optimizer": optimizer}):
         numbers = torch.arange(BATCH) + (step * workers + me) * BATCH
         samples = torch.stack([text[number * 7919 % (len(text) - CONTEXT - 1) :][: CONTEXT + 1] for number in numbers])
         optimizer.zero_grad()
-        with loop.guard():
-            loss = parallel(samples)
-            loss.backward()
-            optimizer.step()
+        loss = parallel(samples)
+        loss.backward()
+        optimizer.step()
         if step % 10 == 9:
             ray.train.report({"step": step, "loss": loss.item()})
     digest = hashlib.blake2b(digest_size=8)
     for value in model.state_dict().values():
         digest.update(value.cpu().numpy().tobytes())
-    print(f"replica {me} trained {loop.step} steps, weights {digest.hexdigest()}", flush=True)
+    print(f"replica {me} trained {config['steps']} steps, weights {digest.hexdigest()}", flush=True)
 
 
 def fit(arguments: argparse.Namespace) -> None:
     trainer = TorchTrainer(
         train,
         train_loop_config={"steps": arguments.steps, "width": arguments.width},
-        torch_config=ReplicaConfig(),
         scaling_config=ScalingConfig(num_workers=arguments.workers, use_gpu=arguments.gpu),
-        run_config=RunConfig(storage_path=arguments.storage, failure_config=FailureConfig(max_failures=-1)),
+        run_config=RunConfig(storage_path=arguments.storage),
     )
     trainer.fit()
 

@@ -1,13 +1,13 @@
 """Ray Train on workers that may die and come back, each a replica.
 
-    from ftcomm.integrations.ray import ReplicaConfig
+    from ftcomm.integrations.ray import TorchTrainer, steps     # in place of that of ray.train.torch
 
-    trainer = TorchTrainer(
-        train,
-        torch_config=ReplicaConfig(),                                            # added
-        run_config=RunConfig(failure_config=FailureConfig(max_failures=-1)),     # deaths that Ray Train allows: any
-        scaling_config=ScalingConfig(num_workers=4),
-    )
+    def train() -> None:
+        ...
+        for step in steps(1000, {"model": model, "optimizer": optimizer}):       # in place of range(1000)
+            ...
+
+    TorchTrainer(train, scaling_config=ScalingConfig(num_workers=4)).fit()
 
     python train.py
 
@@ -38,8 +38,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 import ray
+import ray.train.torch
 import torch.distributed as dist
 from ray.exceptions import RayActorError, RayTaskError
+from ray.train import RunConfig
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
@@ -53,6 +55,9 @@ from ftcomm.launch.torch_store import TorchStore
 from ftcomm.settings import split_endpoint, timeouts
 from ftcomm.settings.credentials import from_env
 from ftcomm.sync.sched import request_short_slice
+from ftcomm.training.steps import steps
+
+__all__ = ["ReplicaConfig", "TorchTrainer", "steps"]
 
 log = logging.getLogger("ftcomm")
 
@@ -80,6 +85,27 @@ class ReplicaConfig(TorchConfig):  # type: ignore[misc]
     @property
     def backend_cls(self) -> type[_ReplicaBackend]:
         return _ReplicaBackend
+
+
+class TorchTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
+    """Makes each worker of Ray Train's trainer a replica. Any number of deaths is allowed, unless `run_config` has a
+    number of its own in `failure_config`. `torch_config` may be a `ReplicaConfig`; the rest is as in Ray Train."""
+
+    def __init__(
+        self,
+        *args: Any,
+        torch_config: ReplicaConfig | None = None,
+        run_config: RunConfig | None = None,
+        **options: Any,
+    ) -> None:
+        run_config = RunConfig() if run_config is None else run_config
+        failures = run_config.failure_config
+        if failures.max_failures == 0:
+            failures = dataclasses.replace(failures, max_failures=-1)
+            run_config = dataclasses.replace(run_config, failure_config=failures)
+        if torch_config is None:
+            torch_config = ReplicaConfig()
+        super().__init__(*args, torch_config=torch_config, run_config=run_config, **options)
 
 
 class _ReplicaBackend(Backend):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("ray.train")
 
 import ray
 from ray.exceptions import RayActorError
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils
 
@@ -68,6 +70,19 @@ def test_the_variables_of_the_driver_are_those_of_the_workers(
     assert workers.environment["FTCOMM_ALGORITHM"] == "ring"
     assert workers.environment["FTCOMM_TOKEN"] != "of another job, which nobody here knows"
     assert workers.environment["FTCOMM_REPLICAS"] == "2"
+
+
+def test_a_trainer_makes_workers_replicas_and_allows_deaths(tmp_path: Path) -> None:
+    def made(**options: Any) -> tuple[Any, Any]:
+        trainer = ours.TorchTrainer(lambda: None, scaling_config=ScalingConfig(num_workers=2), **options)
+        return trainer.backend_config, trainer.run_config
+
+    config, run_config = made()
+    assert type(config) is ours.ReplicaConfig
+    assert run_config.failure_config.max_failures == -1
+    mine, few = ours.ReplicaConfig(process_group=False), FailureConfig(max_failures=3)
+    config, run_config = made(torch_config=mine, run_config=RunConfig(storage_path=str(tmp_path), failure_config=few))
+    assert (config, run_config.failure_config, run_config.storage_path) == (mine, few, str(tmp_path))
 
 
 @pytest.mark.parametrize(
