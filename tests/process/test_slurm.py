@@ -1,4 +1,5 @@
-"""examples/cluster/slurm-run.sbatch in a real Slurm: its controller and the daemons of two nodes, on this machine."""
+"""The batch scripts in examples/cluster in a real Slurm: its controller and the daemons of two nodes, on this
+machine."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.process.several_hosts import SCRIPT
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"))
-BATCH = Path(__file__).parents[2] / "examples" / "cluster" / "slurm-run.sbatch"
+CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 
 pytestmark = [
     pytest.mark.protocol,
@@ -127,7 +128,7 @@ def launcher_of_host_1(port: str) -> int:
 def test_the_launcher_of_a_node_dies_and_slurm_starts_it_again(tmp_path: Path, slurm: Callable[..., str]) -> None:
     port, out = f":{free_port()}", tmp_path / "out"
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "job.sbatch").write_text(BATCH.read_text().replace(":29400", port))
+    (tmp_path / "job.sbatch").write_text((CLUSTER / "slurm-run.sbatch").read_text().replace(":29400", port))
     slurm("sbatch", "--nodes=2", "--gpus-per-node=0", f"--output={out}", "job.sbatch", "train.py")
 
     def says(pattern: str, after: int = 0) -> Callable[[], object]:
@@ -144,3 +145,33 @@ def test_the_launcher_of_a_node_dies_and_slurm_starts_it_again(tmp_path: Path, s
     assert "JobState=COMPLETED" in slurm("scontrol", "show", "job"), out.read_text()[-3000:]
     ends = re.findall(r"^.\d. ended (.*)$", out.read_text(), re.MULTILINE)
     assert (len(ends), len(set(ends))) == (4, 1), "replicas differ"
+
+
+def test_a_rank_and_its_torchrun_die_and_come_back(tmp_path: Path, slurm: Callable[..., str]) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "train.py").write_text(SCRIPT.replace('print("step"', 'print("replica", group.replica, "step"'))
+    batch = (CLUSTER / "slurm.sbatch").read_text()
+    here = {"29400": str(free_port()), "29401": str(free_port()), "ranks=8": "ranks=1", '--gpus-per-node="$ranks"': ""}
+    for theirs, ours in here.items():
+        assert theirs in batch
+        batch = batch.replace(theirs, ours)
+    (tmp_path / "job.sbatch").write_text(batch)
+    slurm("sbatch", "--nodes=2", "--gpus-per-node=0", f"--output={out}", "job.sbatch", "train.py")
+
+    def steps(with_: int, after: int = 0, replica: int = 1) -> list[str]:
+        text = out.read_text()[after:] if out.exists() else ""
+        return re.findall(rf"^replica {replica} step .* of (\d+) with {with_}$", text, re.MULTILINE)
+
+    for whose in ("its rank", "its torchrun"):
+        until(f"both train, before {whose} is killed", lambda: steps(2))
+        rank = int(steps(2)[-1])
+        stat = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()
+        said = len(out.read_text())
+        os.kill(rank if whose == "its rank" else int(stat[1]), signal.SIGKILL)
+        until("one trains on", lambda said=said: steps(1, said, replica=0))
+        until("both train again", lambda said=said, rank=rank: {*steps(2, said)} - {str(rank)})
+    (tmp_path / "enough").touch()
+    until("the job is over", lambda: "JobState=RUNNING" not in slurm("scontrol", "show", "job"))
+    assert "JobState=COMPLETED" in slurm("scontrol", "show", "job"), out.read_text()[-3000:]
+    ends = re.findall(r"^ended (.*)$", out.read_text(), re.MULTILINE)
+    assert (len(ends), len(set(ends))) == (2, 1), "replicas differ"
