@@ -137,6 +137,24 @@ def test_a_second_build_has_the_same_bytes(built: dict[str, Path], tmp_path: Pat
         assert (again[suffix].name, again[suffix].read_bytes()) == (file.name, file.read_bytes())
 
 
+def test_an_index_takes_both(built: dict[str, Path]) -> None:
+    run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built.values()), cwd=ROOT)
+
+
+def test_a_tag_that_is_not_the_version_builds_nothing(tmp_path: Path) -> None:
+    """And the one that is, does."""
+    clone = tmp_path / "clone"
+    run("git", "clone", "-q", "--shared", str(ROOT), str(clone), cwd=tmp_path)
+    run("git", "tag", "v9.9", cwd=clone)
+    command = [sys.executable, str(clone / ".ci" / "dist.py"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230)
+    assert done.returncode == 1
+    assert f"this commit has the tag v9.9, and ftcomm.__version__ is {ftcomm.__version__}; make them" in done.stderr
+    run("git", "tag", "-d", "v9.9", cwd=clone)
+    run("git", "tag", f"v{ftcomm.__version__}", cwd=clone)
+    assert f"ftcomm-{ftcomm.__version__}.tar.gz" in run(*command, cwd=tmp_path)
+
+
 def test_the_readme_can_be_shown_by_itself(wheel: Path) -> None:
     text = headers(wheel).get_payload()
     links = re.findall(r"\]\(([^)\s]+)\)", text)
