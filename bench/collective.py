@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 GLOO_REDOPS = ("sum", "min", "max", "product")
 GLOO_DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "int32", "int64", "uint8")
 COPY = "copy"  # all ranks copy as many bytes at once: the bound
-PATIENCE = 120.0  # s that a block may take, and as many as its bytes take at SLOWEST
+BLOCK_TIMEOUT = 120.0  # s that a block may take, and as many as its bytes take at SLOWEST
 SLOWEST = 20e6  # bytes a second and rank
 
 
@@ -440,9 +440,9 @@ class _Contest:
         self, who: Contestant, turn: BenchTurn, size: Size, into: list[list[TimedBlock]], errors: dict[Contestant, str]
     ) -> None:
         ops = size.iterations + size.warmup + 2
-        patience = PATIENCE + math.ceil(ops * size.bytes * self._task.ranks / SLOWEST)
+        timeout = BLOCK_TIMEOUT + math.ceil(ops * size.bytes * self._task.ranks / SLOWEST)
         try:
-            into.append(await self._turns.turn(who.job, turn, patience, self._jobs[who.job]))
+            into.append(await self._turns.turn(who.job, turn, timeout, self._jobs[who.job]))
         except OpDeclined as refused:
             errors[who] = str(refused)
         except RanksGone as gone:

@@ -32,7 +32,7 @@ from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.option_types import choices
 
 FAULTS = ("rank", "host", "replica", "coordinator", "stall")
-PATIENCE = 300.0  # s for a start, or what follows from a fault
+BASE_TIMEOUT = 300.0  # s for a start, or what follows from a fault
 PER_RANK = 0.1  # s more for each rank
 LOOK = 0.1  # s between two looks at it
 LINES = 20  # of what a part has said, for the error when it ends
@@ -104,8 +104,8 @@ class ControlLoss(msgspec.Struct, frozen=True):
     max: float
 
 
-def patience(setup: Setup) -> float:
-    return PATIENCE + PER_RANK * setup.replicas * setup.ranks
+def timeout_of(setup: Setup) -> float:
+    return BASE_TIMEOUT + PER_RANK * setup.replicas * setup.ranks
 
 
 class ControlPart:
@@ -151,11 +151,11 @@ class ControlPart:
         self._count += 1
         answer = self._answers[self._count] = asyncio.get_running_loop().create_future()
         self.process.stdin.write(msgspec.json.encode({"call": name, "number": self._count, **fields}) + b"\n")
-        return await asyncio.wait_for(answer, patience(self.setup))
+        return await asyncio.wait_for(answer, timeout_of(self.setup))
 
     async def first(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Returns the first of what it has told for which `is_it` holds."""
-        deadline = time.monotonic() + patience(self.setup)
+        deadline = time.monotonic() + timeout_of(self.setup)
         while True:
             found = next((event for event in self.told if is_it(event)), None)
             if found is not None:
@@ -276,7 +276,7 @@ class Emulation:
     async def _entered(self, epoch: int, since: float, what: str, replicas: Collection[int]) -> None:
         """Wait until all ranks of `replicas` run in the view of `epoch`, and note when they did."""
         expected = len(replicas) * (self.request.ranks - 1)
-        deadline = time.monotonic() + patience(self._setup)
+        deadline = time.monotonic() + timeout_of(self._setup)
         while True:
             said = await asyncio.gather(*(part.call("views", epoch=epoch) for part in self.light))
             times = [at for one in said for at in one["times"]]

@@ -87,7 +87,7 @@ class Interleaver:
         if job in self._told:
             raise RanksGone(self._told[job])
 
-    async def turn(self, job: str, turn: BenchTurn, patience: float, process: asyncio.Future[str]) -> list[TimedBlock]:
+    async def turn(self, job: str, turn: BenchTurn, timeout: float, process: asyncio.Future[str]) -> list[TimedBlock]:
         """All ranks' blocks, in rank order. Raises `RanksGone` or `OpDeclined`."""
 
         async def take() -> list[TimedBlock]:
@@ -106,7 +106,7 @@ class Interleaver:
                 raise OpDeclined(refused.error)
             return sorted(blocks, key=lambda block: block.rank)
 
-        return await self._or_gone(take(), process, patience, f"it was not done with {turn}")
+        return await self._or_gone(take(), process, timeout, f"it was not done with {turn}")
 
     async def _read(self, answer: Awaitable[bytes], process: asyncio.Future[str]) -> TimedBlock:
         """Read a block. No rank is waited for that answers after one that failed: it may hang in the op."""
@@ -123,16 +123,16 @@ class Interleaver:
         return block
 
     async def _or_gone(
-        self, what: Coroutine[Any, Any, Result], process: asyncio.Future[str], patience: float, otherwise: str
+        self, what: Coroutine[Any, Any, Result], process: asyncio.Future[str], timeout: float, otherwise: str
     ) -> Result:
         task = asyncio.ensure_future(what)
         try:
-            await asyncio.wait([task, process], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, process], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             if process.done():
                 raise RanksGone(process.result())
-            raise RanksGone(f"{otherwise} within {patience:g} s")
+            raise RanksGone(f"{otherwise} within {timeout:g} s")
         finally:
             task.cancel()
 

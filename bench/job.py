@@ -29,7 +29,7 @@ from ftcomm.launch.run import DRAINED, FINISHED
 Record = TypeVar("Record")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in the environment of ranks
 KEPT_LINES = 30  # of the ranks' output, for the error when a job fails
-PATIENCE = 60.0  # s that what an experiment waits for may take, before it gives up
+WAIT_TIMEOUT = 60.0  # s that what an experiment waits for may take, before it gives up
 FOREVER = 1 << 40  # steps of ranks that run until the job is drained
 
 Progress = Callable[[str, float], None]  # what runs now, and the share that is done
@@ -198,22 +198,22 @@ class Observer(Generic[Record]):
         self.saw: Callable[[Record], object] = lambda record: None  # is called with each new one
         self._new = tail(task.folder, replicas * ranks, kind)
 
-    async def until(self, what: str, true: Callable[[], bool], patience: float = PATIENCE, **how: Any) -> None:
-        """Wait until `true()`. Raises `FtcommError` when the job ends before that, or the patience does."""
-        if not await self.comes(true, patience, **how):
+    async def until(self, what: str, true: Callable[[], bool], timeout: float = WAIT_TIMEOUT, **how: Any) -> None:
+        """Wait until `true()`. Raises `FtcommError` when the job ends before that, and after `timeout` seconds."""
+        if not await self.comes(true, timeout, **how):
             said = "\n  ".join([*map(str, self.records[-self.replicas :]), *self.job.lines])
-            raise FtcommError(f"it did not come to pass within {patience:g} s that {what}; last seen:\n  {said}")
+            raise FtcommError(f"it did not come to pass within {timeout:g} s that {what}; last seen:\n  {said}")
 
     async def comes(
         self,
         true: Callable[[], bool],
-        patience: float = PATIENCE,
+        timeout: float = WAIT_TIMEOUT,
         pause: float = 0.02,
         moved: Callable[[], object] = lambda: None,
     ) -> bool:
-        """Wait as `until` does, but return False when the patience ends. It begins anew whenever `moved()` has another
-        value."""
-        deadline, last = time.monotonic() + patience, moved()
+        """Wait as `until` does, but return False after `timeout` seconds. They begin anew whenever `moved()` has
+        another value."""
+        deadline, last = time.monotonic() + timeout, moved()
         while not true():
             if time.monotonic() > deadline:
                 return False
@@ -225,7 +225,7 @@ class Observer(Generic[Record]):
                 await self.job.finish()
                 raise FtcommError("the job ended by itself")
             if moved() != last:
-                deadline, last = time.monotonic() + patience, moved()
+                deadline, last = time.monotonic() + timeout, moved()
         return True
 
     def kill(self, replica: int, rank: int = 0) -> float:

@@ -18,7 +18,7 @@ from ftcomm.bench.collectives import IN, OUT, ROOT, Case
 from ftcomm.bench.torchft import manager
 
 Op = Callable[[], Any]
-PATIENCE = timedelta(seconds=60)
+GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 class Library(Protocol):
@@ -87,7 +87,7 @@ class Torch:
             init_method=f"file://{folder}/rendezvous-{backend}",
             rank=rank,
             world_size=ranks,
-            timeout=PATIENCE,
+            timeout=GROUP_TIMEOUT,
             device_id=self._device if backend == "nccl" else None,
         )
         self._token = torch.zeros(1, device=self._device)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ftcomm.bench.job import PATIENCE, Records
+from ftcomm.bench.job import WAIT_TIMEOUT, Records
 from ftcomm.errors import FtcommError
 
 WARM = 30  # steps before those that are timed
@@ -258,14 +258,14 @@ def _jax(task: PluginTask, model: Tiny) -> None:
 
 def _meeting(task: PluginTask, rank: int) -> str:
     """Returns where JAX's processes meet, which the first has chosen."""
-    path, end = Path(task.folder) / "meeting", time.monotonic() + PATIENCE
+    path, end = Path(task.folder) / "meeting", time.monotonic() + WAIT_TIMEOUT
     if rank == 0:
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
             path.with_suffix(".new").write_text(f"127.0.0.1:{free.getsockname()[1]}")
         path.with_suffix(".new").rename(path)
     while not path.exists():
         if time.monotonic() > end:
-            raise FtcommError(f"rank 0 has not said within {PATIENCE:.0f} s where to meet")
+            raise FtcommError(f"rank 0 has not said within {WAIT_TIMEOUT:.0f} s where to meet")
         time.sleep(0.05)
     return path.read_text()
 

@@ -31,7 +31,7 @@ from ftcomm.bench import peers
 from ftcomm.bench.checks import check_at_least_one, check_memory, check_replicas
 from ftcomm.bench.data import PERIOD
 from ftcomm.bench.harness import SIZE, BenchReport, Column, Experiment, Table, figure_text, option
-from ftcomm.bench.job import FOREVER, PATIENCE, Observer, Records, observed, together
+from ftcomm.bench.job import FOREVER, WAIT_TIMEOUT, Observer, Records, observed, together
 from ftcomm.bench.plots import COLOURS, INK, MUTED, figure
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median, percentile
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SETTLED = 3  # ops that every replica has run in the full view before the next fault
-STOPPED = 20.0  # s after which one that is stopped is lost (--op-timeout), which is within the patience
+STOPPED = 20.0  # s after which one that is stopped is lost (--op-timeout), which is within `WAIT_TIMEOUT`
 TRIES = 2000  # looks at a process, to stop it in the middle of an op
 PARTS = (  # of a stall, in the picture
     ("heard of by the coordinator", "#7c2d12"),
@@ -105,7 +105,7 @@ class RecoveryRequest:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One fault. Milliseconds since it; None where that did not happen within the patience, or nobody can tell."""
+    """One fault. Milliseconds since it; None where that did not happen within `WAIT_TIMEOUT`, or nobody can tell."""
 
     number: int
     victim: int
@@ -372,7 +372,7 @@ async def measure_peer(library: str, request: RecoveryRequest, report: BenchRepo
 async def _hit_peer(job: Observer[Attempt], library: str, number: int, fault: str, chance: random.Random) -> Event:
     replicas, victim = job.replicas, number % job.replicas
     others = set(range(replicas)) - {victim}
-    await job.until("all replicas run together", lambda: _whole(job, SETTLED), 2 * PATIENCE)
+    await job.until("all replicas run together", lambda: _whole(job, SETTLED), 2 * WAIT_TIMEOUT)
     usual = median([one.end - one.start for one in job.records[-8 * replicas :]])
     await asyncio.sleep(chance.uniform(0, usual))
     step, at = max(one.step for one in job.records), time.monotonic()
@@ -389,14 +389,14 @@ async def _hit_peer(job: Observer[Attempt], library: str, number: int, fault: st
         return {one.replica: one for one in reversed(after()) if one.committed and one.members < replicas}
 
     if library == "gloo":
-        await job.until("survivors failed", lambda: {one.replica for one in failed()} == others, 2 * PATIENCE)
+        await job.until("survivors failed", lambda: {one.replica for one in failed()} == others, 2 * WAIT_TIMEOUT)
     else:
-        await job.until("survivors went on", lambda: alone().keys() == others, 2 * PATIENCE)
+        await job.until("survivors went on", lambda: alone().keys() == others, 2 * WAIT_TIMEOUT)
     lost, stalls = failed(), {replica: 1e3 * (one.end - at) for replica, one in sorted(alone().items())}
     await job.job.again([victim])
     again = time.monotonic()
     job.records[:] = [one for one in job.records if one.end > again]
-    await job.until("the replica came back", lambda: _whole(job, 1), 2 * PATIENCE)
+    await job.until("the replica came back", lambda: _whole(job, 1), 2 * WAIT_TIMEOUT)
     full = [one for one in job.records if one.members == replicas]
     back = min(max(one.end for one in full if one.replica == replica) for replica in range(replicas))
     return Event(

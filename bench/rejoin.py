@@ -24,7 +24,7 @@ from ftcomm.errors import SettingsError
 from ftcomm.torch.buckets import GradientBuckets
 from ftcomm.training import StepLoop
 
-PATIENCE = 180.0  # s for a replica to come back and contribute
+REJOIN_TIMEOUT = 180.0  # s for a replica to come back and contribute
 SETTLED = 8  # steps that all replicas have done together before the next kill
 TARGET = 0.1  # of a step: what a rejoin may stall a healthy replica
 WIDTH = 1024
@@ -97,7 +97,7 @@ async def measure(request: RejoinRequest, report: BenchReport) -> None:
             report.progress(f"{said}: all train", number / request.rejoins)
             job.records.clear()
             await job.until(
-                "all replicas train together", lambda: together(_full(job), job.replicas, SETTLED), PATIENCE
+                "all replicas train together", lambda: together(_full(job), job.replicas, SETTLED), REJOIN_TIMEOUT
             )
             victim = request.replicas - 1 - number % (request.replicas - 1)
             report.progress(f"{said}: replica {victim}", number / request.rejoins)
@@ -113,15 +113,15 @@ async def _kill(job: Observer[TimedStep], number: int, victim: int) -> Rejoin:
     job.records.clear()
     mark = len(job.events)
     killed = job.kill(victim)
-    await job.until(f"replica {victim} contributes again", lambda: job.full_view(mark) is not None, PATIENCE)
-    await job.until("its state was told of", lambda: bool(job.said("state_fetched", mark)), PATIENCE)
+    await job.until(f"replica {victim} contributes again", lambda: job.full_view(mark) is not None, REJOIN_TIMEOUT)
+    await job.until("its state was told of", lambda: bool(job.said("state_fetched", mark)), REJOIN_TIMEOUT)
     full, (fetched, *_) = job.full_view(mark), job.said("state_fetched", mark)
     assert full is not None
     others = set(range(job.replicas)) - {victim}
     await job.until(
         "the others have ended the step after that",
         lambda: others <= {step.replica for step in job.records if step.start > full["mono"]},
-        PATIENCE,
+        REJOIN_TIMEOUT,
     )
     healthy = [step for step in job.records if step.replica != victim]
     stalls = {event["replica"]: float(event["seconds"]) for event in job.said("state_snapshot", mark)}

@@ -26,7 +26,7 @@ from ftcomm.launch.diagnose import slowdowns
 
 SOON = 50  # steps within which the slow one is to be named
 GIVEN_UP = 10 * SOON
-PATIENCE = 120.0  # s for a few steps
+STEPS_TIMEOUT = 120.0  # s for a few steps
 BUSY = 0.05  # of a step in which a CPU works
 SLOW = "slow"  # the file that makes the last replica slow
 
@@ -84,7 +84,7 @@ async def measure(request: StragglersRequest, report: BenchReport) -> None:
     """Run the two parts. Raises `FtcommError` when the job fails; no process is left, however this ends."""
     task = StragglersTask(request.step_ms / 1e3, request.slower, request.replicas - 1)
     async with observed(rank, task, SlowSince, request.replicas) as job:
-        await job.until("all replicas train", lambda: _step(job) > 1, PATIENCE)
+        await job.until("all replicas train", lambda: _step(job) > 1, STEPS_TIMEOUT)
         began, slow = time.monotonic(), request.replicas - 1
         while (passed := time.monotonic() - began) < 60 * request.minutes:
             report.progress("all are alike", passed / 60 / request.minutes)
@@ -92,7 +92,7 @@ async def measure(request: StragglersRequest, report: BenchReport) -> None:
             report.add(_look(began, "even", job, await _asked(job)))
             report.save()
         Path(job.task.folder, SLOW).touch()
-        await job.until("a replica is slower", lambda: bool(job.records), PATIENCE)
+        await job.until("a replica is slower", lambda: bool(job.records), STEPS_TIMEOUT)
         since = job.records[-1].step
         named: int | None = None
         while named is None and (step := _step(job)) < since + GIVEN_UP:

@@ -36,7 +36,7 @@ from ftcomm.training import StepLoop
 from ftcomm.training.state import digest
 
 COPIES = 7  # of the weights, at most: gradients and buckets of three libraries, the optimizer's, a snapshot
-PATIENCE = 120.0  # s without a step that was done, after which the measurement gives up
+STEP_TIMEOUT = 120.0  # s without a step that was done, after which the measurement gives up
 SETTLED = 3  # steps that all replicas have done together before anything is measured
 EVERY = 5  # steps between checkpoints
 PEERS = ("gloo", "torchft", "restart")
@@ -257,8 +257,8 @@ class _Pace:
         return alive[number % len(alive)]
 
     async def until(self, what: str, true: Callable[[], bool]) -> None:
-        """The patience is for one step."""
-        await self._job.until(what, true, PATIENCE, moved=lambda: self.last)
+        """Wait for `true`. The timeout is for one step."""
+        await self._job.until(what, true, STEP_TIMEOUT, moved=lambda: self.last)
 
     def _saw(self, step: StepAttempt) -> None:
         self._latest[step.replica] = step

@@ -36,7 +36,7 @@ from ftcomm.control.member import Phase
 from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
 from ftcomm.control.rank_errors import Gone, JoinError, why_broken, why_ended
-from ftcomm.control.running_time import Patience, RunningTime
+from ftcomm.control.running_time import RunningTime, RunningTimer
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import AWAITED_EVERY, Timeouts
@@ -110,8 +110,8 @@ class Agent:
                 on_lost=lambda *why: self._do(self._node.up_lost, *why),
                 trains=lambda: self.view is not None,
             )
-        nonce, patience = address.nonce, timeouts.give_up
-        self._witness = OwnWitness(replica, shard, nonce, leader, credentials, patience, self._spawn)
+        nonce, give_up = address.nonce, timeouts.give_up
+        self._witness = OwnWitness(replica, shard, nonce, leader, credentials, give_up, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self._incoming = IncomingConnections(self._node, timeouts, self._do, self._lead)
         self._peers = Peers(
@@ -230,11 +230,11 @@ class Agent:
             self._passed = passed
         self._call(self._carry_out, actions)
         seconds = self._timeouts.give_up if timeout is None else timeout
-        patience = Patience(seconds, time.monotonic)
+        timer = RunningTimer(seconds, time.monotonic)
         if timeout is None:
-            patience = Patience(seconds, time.monotonic, lambda: self._newest, lambda: self._excused)
+            timer = RunningTimer(seconds, time.monotonic, lambda: self._newest, lambda: self._excused)
         while True:
-            left = patience.left()
+            left = timer.left()
             try:
                 return passed.result(min(left, AWAITED_EVERY))
             except concurrent.futures.TimeoutError:
@@ -336,8 +336,8 @@ class Agent:
     ) -> Channel:
         """Like `dial`, to any rank of the job, but to no other process that may listen at its address by now. Raises
         `OSError`."""
-        patience = self._timeouts.give_up if timeout is None else timeout
-        return wire.connect((there.host, there.port), self._credentials, purpose, fields, patience, to=there)
+        timeout = self._timeouts.give_up if timeout is None else timeout
+        return wire.connect((there.host, there.port), self._credentials, purpose, fields, timeout, to=there)
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand incoming authenticated connections of `purpose` (blocking) to `handler`, each in a thread."""

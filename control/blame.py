@@ -47,8 +47,8 @@ class _Stall(NamedTuple):
 class Blame:
     """Complaints and wait-for reports since the last view. All times are seconds.
 
-    A complaint counts `patience` seconds after it came, so that others can join it, unless it is withdrawn. It does not
-    count while one of the two is absent: once it is back, they have that time again to reach each other.
+    A complaint counts `hold_down` seconds after it came, so that others can join it, unless it is withdrawn. It does
+    not count while one of the two is absent: once it is back, they have that time again to reach each other.
 
     A stall counts if it is still reported after `grace` seconds, so that all waiting members have reported. A stall
     that is not repeated is over. If the cause lives and is mute, a stall counts if the wait has lasted for `op`
@@ -62,8 +62,8 @@ class Blame:
     replica is removed as one.
     """
 
-    def __init__(self, patience: float, grace: float, op: float) -> None:
-        self._patience, self._grace, self._op = patience, grace, op
+    def __init__(self, hold_down: float, grace: float, op: float) -> None:
+        self._hold_down, self._grace, self._op = hold_down, grace, op
         self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since when, and why
         self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, shard) -> the wait that it reported
         self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> the last complaint
@@ -156,7 +156,7 @@ class Blame:
         only catches up, then the higher number. This is for a broken network between two that live."""
         for absent in [pair for pair in self._complaints if not present >= set(pair)]:
             self._complaints[absent] = now, self._complaints[absent][1]
-        ripe = (pair for pair, (since, _) in self._complaints.items() if now - since > self._patience)
+        ripe = (pair for pair, (since, _) in self._complaints.items() if now - since > self._hold_down)
         pair = next(ripe, None)
         if pair is None:
             return {}

@@ -40,7 +40,7 @@ from ftcomm.control.views import View
 T = TypeVar("T")
 
 SHORTEST = 2  # s of the shortest lease of etcd
-PATIENCE = 10.0  # s for an etcd that does not answer at the start or at the end
+ANSWER_TIMEOUT = 10.0  # s for an etcd that does not answer at the start or at the end
 PAUSE = 0.25  # s between two attempts
 MOST = 128  # operations that etcd allows in a transaction
 MAX_NAME = 256  # characters of the name of a job, as of a `Name` in field_types
@@ -123,7 +123,7 @@ class EtcdStore(Store):
             try:
                 there = await self._attempt(met)
             except etcd.Away as away:
-                if not self._number and met is None and now() - began > PATIENCE:
+                if not self._number and met is None and now() - began > ANSWER_TIMEOUT:
                     raise StoreError(f"etcd cannot be used ({away}). {_mend(self.name)}") from None
                 await asyncio.sleep(PAUSE)
                 continue
@@ -311,7 +311,7 @@ class EtcdStore(Store):
             lambda: self._etcd.txn([etcd.modified(self._term, self._number)], gone, []),
             f"the views of the job that is over are left in {self.name}; remove them with: etcdctl del KEY, for "
             f"{', '.join(ours)}, and etcdctl del --prefix {self._prefix}/ranks/",
-            PATIENCE,
+            ANSWER_TIMEOUT,
         )
 
     async def release(self) -> None:
@@ -326,8 +326,8 @@ class EtcdStore(Store):
         for thread in self._threads:
             thread.shutdown(wait=False)
 
-    async def _before_the_end(self, work: Callable[[], object], otherwise: str, patience: float) -> None:
-        end = now() + patience
+    async def _before_the_end(self, work: Callable[[], object], otherwise: str, timeout: float) -> None:
+        end = now() + timeout
         while True:
             try:
                 await self._ask(work)

@@ -102,16 +102,16 @@ class _Trouble:
 
 
 class FailedDials:
-    """The failures that last. An op may take `patience` seconds; all times are in seconds."""
+    """The failures that last. An op may take `op` seconds; all times are in seconds."""
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    def __init__(self, op: float) -> None:
+        self._op = op
         self._hung_up: dict[int, _Trouble] = {}  # by replica
         self._short = _Trouble()
 
     def hung_up(self, replica: int, now: float) -> bool:
         """Note that the port of `replica` has hung up. True if it has for as long as an op may take."""
-        return self._hung_up.setdefault(replica, _Trouble()).lasts(now) >= self._patience
+        return self._hung_up.setdefault(replica, _Trouble()).lasts(now) >= self._op
 
     def reached(self, replica: int) -> None:
         """Note that there is a connection with `replica`."""
@@ -119,7 +119,7 @@ class FailedDials:
 
     def short(self, now: float) -> bool:
         """Note that this process lacks something. True if it has for as long as an op may take."""
-        return self._short.lasts(now) >= self._patience
+        return self._short.lasts(now) >= self._op
 
     def is_short(self, now: float) -> bool:
         """Whether this process lacks something, as far as it knows."""

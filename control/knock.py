@@ -53,8 +53,8 @@ class Knock:
                 if isinstance(error, ProcessLookupError):
                     self._tell(ProbeOutcome.ENDED)
 
-    async def outcome(self, patience: float) -> ProbeOutcome:
-        """Wait for the outcome, for `patience` seconds from when a kernel has taken the connection. May be called
+    async def outcome(self, timeout: float) -> ProbeOutcome:
+        """Wait for the outcome, for `timeout` seconds from when a kernel has taken the connection. May be called
         again."""
         if is_ending(self._there):
             self._tell(ProbeOutcome.ENDED)
@@ -62,7 +62,7 @@ class Knock:
         if not self._found.done():  # a wait would take a turn of the loop in any case
             await asyncio.wait(either, timeout=KERNEL, return_when=asyncio.FIRST_COMPLETED)
         if not self._found.done():
-            await asyncio.wait({self._found}, timeout=patience if self._taken.done() else 0.0)
+            await asyncio.wait({self._found}, timeout=timeout if self._taken.done() else 0.0)
         if self._found.done():
             return self._found.result()
         seconds = None if self._sock is None else unanswered(self._sock)
@@ -123,13 +123,13 @@ class Knocks:
         self._credentials = credentials
         self._knocks: dict[Probe, Knock] = {}
 
-    async def outcome(self, probe: Probe, purpose: str, fields: handshake.Fields, patience: float) -> ProbeOutcome:
+    async def outcome(self, probe: Probe, purpose: str, fields: handshake.Fields, timeout: float) -> ProbeOutcome:
         """Knock for `probe`, or ask the knock that is under way. See `Knock.outcome`."""
         question = dataclasses.replace(probe, call=False)
         knock = self._knocks.get(question)
         if knock is None or knock.over:
             knock = self._knocks[question] = Knock(probe.address, self._credentials, purpose, fields)
-        outcome = await knock.outcome(patience)
+        outcome = await knock.outcome(timeout)
         if outcome is not ProbeOutcome.MUTE and self._knocks.get(question) is knock:
             del self._knocks[question]
             knock.close()

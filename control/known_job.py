@@ -38,9 +38,9 @@ class KnownJob:
         self.detector: Detector[int] = Detector(timeouts.silence)
         self.links = LeaderLinks()
         self.joiners = Joiners()  # in no view, or in one that no member will install
-        self.blame = Blame(timeouts.patience, timeouts.grace, timeouts.op)
+        self.blame = Blame(timeouts.hold_down, timeouts.grace, timeouts.op)
         self.suspicions = Suspicions(timeouts.op, FRESH)
-        self.severed = SeveredPairs(timeouts.patience, timeouts.op)
+        self.severed = SeveredPairs(timeouts.hold_down, timeouts.op)
         self.leaving: set[int] = set()
         self.draining = False
         self.done = False

@@ -24,11 +24,16 @@ class OwnWitness:
         nonce: str,
         leader: tuple[str, int] | None,
         credentials: Credentials,
-        patience: float,
+        call_timeout: float,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._replica, self._shard, self._nonce = replica, shard, nonce
-        self._leader_address, self._credentials, self._patience, self._spawn = leader, credentials, patience, spawn
+        self._leader_address, self._credentials, self._call_timeout, self._spawn = (
+            leader,
+            credentials,
+            call_timeout,
+            spawn,
+        )
         self.called: Witness | None = None
 
     def call(self, seen: str) -> None:
@@ -39,9 +44,9 @@ class OwnWitness:
         assert self._leader_address is not None
         token, job, tls = self._credentials.token, self._credentials.job, self._credentials.tls
         files = None if tls is None else tls.files
-        nonce, patience = self._nonce, self._patience
+        nonce, call_timeout = self._nonce, self._call_timeout
         try:
-            self.called = Witness(Charge(nonce, self._shard, self._leader_address, token, job, files, patience))
+            self.called = Witness(Charge(nonce, self._shard, self._leader_address, token, job, files, call_timeout))
         except OSError as error:
             self._unwitnessed(str(error))
         else:

@@ -49,7 +49,7 @@ class Removals:
             return actions + self._lost.lose(finished, proved=True)
         divided = known.divided()
         refused = {life[0]: why for life, why in known.suspicions.refusals(ran).items() if known.job.counts(*life)}
-        ripe = {replica: why for replica, (why, since) in divided.items() if ran - since > known.timeouts.patience}
+        ripe = {replica: why for replica, (why, since) in divided.items() if ran - since > known.timeouts.hold_down}
         holders = known.job.unfinished_holders
         whole = holders - set(silent) - set(divided) - set(refused)
         if holders and not whole:

@@ -30,11 +30,11 @@ class RunningTime:
         return self.seconds
 
 
-class Patience:
+class RunningTimer:
     """A wait of `seconds` in which this process runs, in parts:
 
-        patience = Patience(120.0, time.monotonic)
-        while not there() and (part := patience.part()):
+        timer = RunningTimer(120.0, time.monotonic)
+        while not there() and (part := timer.part()):
             changed.wait(part)
 
     `moved` says how far the others have come: the wait begins anew when it returns another value. `excused` says how

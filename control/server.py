@@ -314,8 +314,8 @@ class CoordinatorServer:
             purpose = "coordinator"
             fields = {"port": self._port.number} if self._anywhere else {"host": self._host, "port": self._port.number}
         # An accused process has that long to answer; a silent one is probed again in any case.
-        patience = KERNEL if probe.why in (Why.ACCUSED, Why.SEVERED) else self._presence
-        outcome = await self._knocks.outcome(probe, purpose, fields, patience)
+        timeout = KERNEL if probe.why in (Why.ACCUSED, Why.SEVERED) else self._presence
+        outcome = await self._knocks.outcome(probe, purpose, fields, timeout)
         if machine is not None and machine is self._machine:
             self._do(machine.probed(probe, outcome, time.monotonic()))
 

@@ -2,7 +2,7 @@
 Pure.
 
     one member says so             the other is asked by a handshake; the connection is made again once it answers
-    the other does not answer      the connection is made again `patience` seconds later, if both are present: its
+    the other does not answer      the connection is made again `hold_down` seconds later, if both are present: its
                                    interpreter may be held, or only the coordinator may be cut off from this rank
     `MOST` times in `window` s     this is no accident: the two cannot reach each other, see `blame`
     twice as often for one member  the same holds, though the other member was a different one each time
@@ -18,8 +18,8 @@ MOST = 10  # views for the same two members in one window
 class SeveredPairs:
     """The connections that have ended since the last view. All times are seconds."""
 
-    def __init__(self, patience: float, window: float) -> None:
-        self._patience, self._window = patience, window
+    def __init__(self, hold_down: float, window: float) -> None:
+        self._hold_down, self._window = hold_down, window
         self._ended: dict[tuple[int, int], tuple[float, int]] = {}  # (by, other) -> since when, and in which epoch
         self._mended: dict[frozenset[int], list[float]] = {}  # per pair, and per member: when views were made
 
@@ -48,7 +48,7 @@ class SeveredPairs:
 
     def ripe(self, now: float, present: Set[int]) -> bool:
         """Whether the time for an answer is over. `present` are those that have just given a sign of life."""
-        return any(present >= set(pair) and now - since > self._patience for pair, (since, _) in self._ended.items())
+        return any(present >= set(pair) and now - since > self._hold_down for pair, (since, _) in self._ended.items())
 
     def mend(self) -> str:
         """Note that a view is made for all of these connections; returns why."""

@@ -102,11 +102,11 @@ class _Refusal:
 
 
 class Suspicions:
-    """All processes in doubt. Not thread-safe. An op may take `patience` seconds; a repeated report holds for `fresh`
+    """All processes in doubt. Not thread-safe. An op may take `op` seconds; a repeated report holds for `fresh`
     seconds."""
 
-    def __init__(self, patience: float, fresh: float) -> None:
-        self._patience, self._fresh = patience, fresh
+    def __init__(self, op: float, fresh: float) -> None:
+        self._op, self._fresh = op, fresh
         self._searches: dict[Life, _Search] = {}
         self._took: set[Life] = set()  # their ports have taken a connection from here
         self._refusals: dict[tuple[Life, int], _Refusal] = {}
@@ -137,11 +137,11 @@ class Suspicions:
 
     def may_live(self, life: Life, now: float) -> bool:
         """Whether the port of a process leaves it possible that it lives: it answers, is mute for no longer than
-        `patience`, or was not probed yet since it fell silent."""
+        an op may take, or was not probed yet since it fell silent."""
         search = self._searches.get(life)
         if search is None or search.found is None or search.found is ProbeOutcome.ANSWERED:
             return True
-        return search.found is ProbeOutcome.MUTE and now - (search.mute or now) <= self._patience
+        return search.found is ProbeOutcome.MUTE and now - (search.mute or now) <= self._op
 
     def took(self, life: Life) -> bool:
         """Whether the port of a process has taken a connection from here, so that a refusal counts."""
@@ -164,7 +164,7 @@ class Suspicions:
 
     def asked(self, now: float) -> set[int]:
         """Returns the replicas of the accused that are being probed. No probe takes longer than an op."""
-        return {life[0] for (life, _), since in self._asked.items() if now - since <= self._patience}
+        return {life[0] for (life, _), since in self._asked.items() if now - since <= self._op}
 
     def ask(self, accusation: Accusation, address: Address, now: float) -> Probe:
         self._asked[accusation.life, accusation.shard] = now
@@ -243,10 +243,10 @@ class Suspicions:
             return Conclusion.LIVES
         if outcome is ProbeOutcome.MUTE:
             search.mute = now if search.mute is None else search.mute
-            return Conclusion.LIVES if now - search.mute <= self._patience else Conclusion.NOTHING
+            return Conclusion.LIVES if now - search.mute <= self._op else Conclusion.NOTHING
         if outcome is ProbeOutcome.REFUSED:
             search.refused = now if search.refused is None else search.refused
-            means = life in self._took or now - search.refused >= self._patience
+            means = life in self._took or now - search.refused >= self._op
             return Conclusion.REFUSED if means else Conclusion.NOTHING
         return Conclusion.ENDED if outcome is ProbeOutcome.ENDED else Conclusion.NOTHING
 

@@ -55,7 +55,7 @@ class Timeouts:
 
     @property
     def unheard(self) -> float:
-        """The seconds of silence after which members complain of each other; `patience` is still to come."""
+        """The seconds of silence after which members complain of each other; `hold_down` is still to come."""
         return 0.5 * self.heartbeat
 
     @property
@@ -64,9 +64,9 @@ class Timeouts:
         return 3 * self.beat
 
     @property
-    def patience(self) -> float:
-        """The seconds until a complaint is acted upon. They are more than `presence`, so that a member that has just
-        died is known to be absent by then, even if the news of its end is lost."""
+    def hold_down(self) -> float:
+        """The seconds that a complaint is held before it is acted upon. They are more than `presence`, so that a member
+        that has just died is known to be absent by then, even if the news of its end is lost."""
         return 4 * self.beat
 
     @property

@@ -17,7 +17,7 @@ from ftcomm.control.dropped import drop
 from ftcomm.control.fork import apart
 from ftcomm.control.handshake import Credentials, HandshakeError, HungUp, Unspoken, Wired, client, place
 from ftcomm.control.liveness import unanswered
-from ftcomm.control.running_time import Patience
+from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Channel, Connection
 from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
@@ -104,7 +104,7 @@ def connect(
     fields: dict[str, str | int],
     timeout: float,
     to: Address | None = None,
-    process: Patience | None = None,
+    process: RunningTimer | None = None,
 ) -> Channel:
     """Returns an authenticated blocking connection, to the process at `to` if that is known. Raises `OSError`, and
     `HandshakeError` if refused.
@@ -112,10 +112,10 @@ def connect(
     The process at the other end has `timeout` seconds, since it may hold its interpreter or be stopped. Call once and
     wait: each call that is given up takes a place in its backlog until it runs again. Its kernel has `KERNEL` of these
     seconds to answer, and so has the process once it has begun to answer. Seconds in which this process does not run do
-    not count. `process` is the patience with the process there if it is not `timeout`.
+    not count. `process` is the timer of the process there if it is not `timeout`.
     """
-    patience = min(timeout, KERNEL)
-    sock = _connected(address, patience)
+    kernel = min(timeout, KERNEL)
+    sock = _connected(address, kernel)
     steps = client(credentials, purpose, fields, to, place(sock.getpeername))
     deadline: float | None = None  # for what comes after the first byte
     try:
@@ -133,8 +133,8 @@ def connect(
                     sock.sendall(data)
                 continue
             if deadline is None:
-                _first_byte(sock, process or Patience(timeout, time.monotonic), patience)
-                deadline = time.monotonic() + patience
+                _first_byte(sock, process or RunningTimer(timeout, time.monotonic), kernel)
+                deadline = time.monotonic() + kernel
             received = _recv_exactly(sock, data, deadline)
     except TimeoutError:
         why = late(steps, sock, timeout)
@@ -169,8 +169,8 @@ def _connected(address: tuple[str, int], timeout: float) -> socket.socket:
     raise failed
 
 
-def _first_byte(sock: socket.socket, process: Patience, kernel: float) -> None:
-    """Wait for the first byte. Raises `TimeoutError` when the patience with the process is over, or its kernel has not
+def _first_byte(sock: socket.socket, process: RunningTimer, kernel: float) -> None:
+    """Wait for the first byte. Raises `TimeoutError` when the timer of the process has run out, or its kernel has not
     answered for `kernel` seconds."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)

@@ -33,7 +33,7 @@ import msgspec
 
 from ftcomm.control import handshake, wire
 from ftcomm.control.fork import apart
-from ftcomm.control.running_time import Patience
+from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.tls import Files, Tls
 from ftcomm.control.wait_for import wait_for
 
@@ -54,7 +54,7 @@ class Charge(msgspec.Struct, frozen=True):
     token: str
     job: str
     tls: Files | None
-    patience: float  # s for which the witness calls the leader
+    call_timeout: float  # s for which the witness calls the leader
 
 
 _CHARGE = msgspec.json.Decoder(Charge)
@@ -154,11 +154,11 @@ def main() -> None:
 
 def tell(charge: Charge, credentials: handshake.Credentials) -> None:
     """Call the leader until it hears, or for as long as the charge says."""
-    patience = Patience(charge.patience, time.monotonic, most=wire.KERNEL)  # the leader may be stopped, or all may
+    timer = RunningTimer(charge.call_timeout, time.monotonic, most=wire.KERNEL)  # the leader may be stopped, or all may
     fields: handshake.Fields = {"shard": charge.shard, "nonce": charge.nonce}
-    while patience.left():
+    while timer.left():
         try:
-            wire.connect(charge.leader, credentials, PURPOSE, fields, wire.KERNEL, process=patience).close()
+            wire.connect(charge.leader, credentials, PURPOSE, fields, wire.KERNEL, process=timer).close()
             return
         except handshake.Refused:
             return

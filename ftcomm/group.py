@@ -247,7 +247,7 @@ class Group(Calls):
             return UNKNOWN
         return stamp_of(self._step - 1) if by_loop else ELSEWHERE
 
-    def _patience(self) -> float:
+    def _default_timeout(self) -> float:
         return self.settings.timeouts.give_up
 
     def verify(self, state: Any) -> str:

@@ -69,8 +69,8 @@ class Subgroup(Calls):
     def _when(self) -> tuple[int, int]:
         return self.internals.when()
 
-    def _patience(self) -> float:
-        return self.internals.patience()
+    def _default_timeout(self) -> float:
+        return self.internals.call_timeout()
 
     def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
         self.internals.reserve()

@@ -29,7 +29,7 @@ from ftcomm.control.blame import CHANGE
 from ftcomm.control.dropped import drop
 from ftcomm.control.failed_dials import shortage
 from ftcomm.control.framing import Framing, receive_while
-from ftcomm.control.running_time import Patience
+from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import Address, View
 from ftcomm.engines.base import Events
@@ -153,7 +153,7 @@ class SubgroupInternals:
             return
         self.entered(view)
         # In a step those that do not come are removed as stalls, which takes longer than an op may.
-        timeout = max(timeout, self.patience()) if self._made else timeout
+        timeout = max(timeout, self.call_timeout()) if self._made else timeout
         try:
             self._wait_for(view.epoch, timeout, "all that live have made this group")
         except CollectiveTimeout as error:
@@ -168,7 +168,7 @@ class SubgroupInternals:
         """Raise if no op can be called. Blocks until the others have made this group, in a replica that comes back."""
         self.job.may_call()
         if self._membership.epoch == 0:
-            self._wait_for(1, self.patience(), "they have made this group again, which they may have closed")
+            self._wait_for(1, self.call_timeout(), "they have made this group again, which they may have closed")
         if self.error is None and self.exchange.issued >= self._last:
             raise self._no_more()
         if self.error is not None:
@@ -192,7 +192,7 @@ class SubgroupInternals:
             self.fail(self._no_more())
             raise self._no_more()
 
-    def patience(self) -> float:
+    def call_timeout(self) -> float:
         """The seconds that a call waits for other members."""
         return self._group.settings.timeouts.give_up
 
@@ -268,8 +268,8 @@ class SubgroupInternals:
         that for others to enter the view."""
         error = closed(self)
         with self._changed:
-            patience = PARTING if until is None else max(0.0, until - time.monotonic())
-            self._changed.wait_for(lambda: self.error is not None or not self._membership.is_needed(), patience)
+            timeout = PARTING if until is None else max(0.0, until - time.monotonic())
+            self._changed.wait_for(lambda: self.error is not None or not self._membership.is_needed(), timeout)
         if self.error is None:
             self.p2p.close(error)
             self._leaves = True
@@ -290,11 +290,11 @@ class SubgroupInternals:
     def _wait_for(self, epoch: int, timeout: float, until: str) -> None:
         own_process()
         watch, membership = self.exchange.member.watch, self._membership
-        patience = Patience(timeout, time.monotonic, lambda: watch.changes, lambda: watch.excused)
+        timer = RunningTimer(timeout, time.monotonic, lambda: watch.changes, lambda: watch.excused)
         with self._changed:
             self._waiting += 1
             try:
-                while membership.epoch < epoch and self.error is None and (part := patience.part()):
+                while membership.epoch < epoch and self.error is None and (part := timer.part()):
                     self._changed.wait(part)
             finally:
                 self._waiting -= 1
@@ -391,7 +391,7 @@ class SubgroupInternals:
         if ask.there:
             fields["there"] = ask.there
         try:
-            with self._dial(ask.member.ranks[self._group.shard], PURPOSE, fields, self.patience()) as sock:
+            with self._dial(ask.member.ranks[self._group.shard], PURPOSE, fields, self.call_timeout()) as sock:
                 said = FRAMES.read(receive_while(sock, wanted, _LOOK))
         except (OSError, msgspec.DecodeError):
             self._say(self._membership.unanswered, epoch, replica)
@@ -420,7 +420,7 @@ class SubgroupInternals:
         process = reach.member.ranks[self._group.shard]  # `address` is its segment of this group
         try:
             peer = self._communicator.reach(
-                epoch, replica, reach.address, lambda fields: self._dial(process, PURPOSE, fields, self.patience())
+                epoch, replica, reach.address, lambda fields: self._dial(process, PURPOSE, fields, self.call_timeout())
             )
         except (OSError, TransportError, RuntimeError) as error:  # RuntimeError: no thread could be started
             log.info("%s: replica %d cannot be reached: %s", self, replica, error)
@@ -470,7 +470,7 @@ class SubgroupInternals:
 
     def _dial_p2p(self, replica: int, life: str, epoch: int) -> Connection:
         fields = self._communicator.fields(P2P, life, epoch)
-        return self.job.dial_rank(replica, self._group.shard, PURPOSE, fields, self.patience())
+        return self.job.dial_rank(replica, self._group.shard, PURPOSE, fields, self.call_timeout())
 
     def _connection_ended(self, member: int, epoch: int, why: str) -> None:
         """No news before an op stands still for it: members close a group without a view."""

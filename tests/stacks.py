@@ -28,7 +28,7 @@ from pathlib import Path
 from ftcomm.diagnosis import processes, stacks
 from ftcomm.process.stacks import SIGNAL, StackServer
 
-PATIENCE = 120.0  # s for a process to start or to end
+PROCESS_TIMEOUT = 120.0  # s for a process to start or to end
 
 
 def main_thread_holds() -> None:
@@ -129,7 +129,7 @@ def running(folder: Path, mode: str) -> Iterator[tuple[Path, subprocess.Popen[by
         assert process.stdout is not None
         begins = select.poll()  # a descriptor may be above those that `select.select` knows
         begins.register(process.stdout, select.POLLIN)
-        assert begins.poll(PATIENCE * 1e3), "it does not begin"
+        assert begins.poll(PROCESS_TIMEOUT * 1e3), "it does not begin"
         assert process.stdout.readline() == b"ready\n"
         yield prefix, process
     finally:
@@ -144,7 +144,7 @@ def finish(process: subprocess.Popen[bytes]) -> int:
     """Let it end, and return its exit code."""
     assert process.stdin is not None
     process.stdin.close()
-    return process.wait(PATIENCE)
+    return process.wait(PROCESS_TIMEOUT)
 
 
 def harass(prefix: Path, process: subprocess.Popen[bytes], dumps: int, seconds: float) -> Counter[str]:

@@ -19,7 +19,7 @@ import msgspec
 
 from ftcomm.bench.harness import INTS, BenchReport, Column, Experiment, Table, option
 from ftcomm.bench.job import Observer, observed
-from ftcomm.bench.research.convergence_rank import PATIENCE, Built, FinalState, Record, Settled, Validated
+from ftcomm.bench.research.convergence_rank import WAIT_TIMEOUT, Built, FinalState, Record, Settled, Validated
 from ftcomm.errors import SettingsError
 from ftcomm.training import Verdict
 
@@ -217,7 +217,7 @@ async def train(
     made = task(seed=seed, **{name: getattr(request, name) for name in COMMON})
     # A replica that was not killed is not restarted; the times are long, so that only those are lost that are.
     options: dict[str, Any] = dict(max_restarts=kills, min_replicas=replicas, op_timeout=240.0, heartbeat_timeout=30.0)
-    options |= {"env": {"FTCOMM_INIT_TIMEOUT": str(PATIENCE)}, "ranks_per_replica": ranks}
+    options |= {"env": {"FTCOMM_INIT_TIMEOUT": str(WAIT_TIMEOUT)}, "ranks_per_replica": ranks}
     async with observed(function, made, Record, replicas, **options) as job:
         follower = Follower(job)
         killed_at = await disturb(follower)
@@ -255,7 +255,7 @@ class Follower:
 
     async def until(self, what: str, true: Callable[[], bool]) -> None:
         """Raises `FtcommError` if the job ends, or nothing happens for long, before that."""
-        await self.job.until(what, true, PATIENCE, moved=lambda: (self.last, *self.built.values()))
+        await self.job.until(what, true, WAIT_TIMEOUT, moved=lambda: (self.last, *self.built.values()))
 
     async def end(self, steps: int, progress: Callable[[float], None]) -> None:
         """Wait until the job has ended by itself, after so many steps."""

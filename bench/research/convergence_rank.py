@@ -21,7 +21,7 @@ from ftcomm.demo.data import windows
 from ftcomm.training import Outcome
 
 LOOK = 0.02  # s between two looks whether a file is there
-PATIENCE = 300.0  # s that ranks wait for one that was killed, and the command for anything at all
+WAIT_TIMEOUT = 300.0  # s that ranks wait for one that was killed, and the command for anything at all
 
 
 class TrainingTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ def held_out_samples(text: np.ndarray, count: int, context: int) -> Tensor:
     return windows(text, np.linspace(0, len(text) - context - 1, count, dtype=np.int64), context)
 
 
-def wait_until(what: str, true: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def wait_until(what: str, true: Callable[[], bool], seconds: float = WAIT_TIMEOUT) -> None:
     """Block until it is so. Raises `TimeoutError`: the rank fails, and with it the measurement."""
     deadline = time.monotonic() + seconds
     while not true():

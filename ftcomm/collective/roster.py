@@ -23,7 +23,7 @@ import msgspec
 
 from ftcomm.collective.plan import GroupView
 from ftcomm.control.messages import Progress, Roster
-from ftcomm.control.running_time import Patience
+from ftcomm.control.running_time import RunningTimer
 from ftcomm.errors import CollectiveTimeout
 
 NONE = -1  # boundaries passed: none yet
@@ -88,10 +88,10 @@ def pass_boundary(
     """Pass the boundary of `step`, and return the roster from there on. Waits for the end of a view change under way:
     until `moves` holds, which may be once `changed` was told. Raises `CollectiveTimeout` after `timeout` seconds; they
     begin anew with each of the `changes` of view, and those `excused` do not count."""
-    patience = Patience(timeout, time.monotonic, changes, excused)
+    timer = RunningTimer(timeout, time.monotonic, changes, excused)
     with changed:
         while not moves():
-            part = patience.part()
+            part = timer.part()
             if not part:
                 raise CollectiveTimeout(
                     f"boundary {step}: no view was agreed upon within {timeout:g}s. Is the coordinator reachable? "

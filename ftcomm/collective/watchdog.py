@@ -108,7 +108,7 @@ class Watchdog:
 
     def job_changes(self) -> None:
         """Note that the job begins to change its view. Whom an op waits for may be lost, one after the other, and a
-        subgroup hears of it only when the job has come through: so ops have all their patience again. Any thread."""
+        subgroup hears of it only when the job has come through: so ops have their whole timeout again. Any thread."""
         self.changes += 1
 
     def excuse(self, seconds: float) -> None:

@@ -73,18 +73,18 @@ class Feed:
             self._changed.notify_all()
         self._wanted.set()
 
-    def close(self, patience: float) -> None:
-        """Tell all viewers that the job is over, and wait for `patience` seconds at most until they have gone."""
+    def close(self, timeout: float) -> None:
+        """Tell all viewers that the job is over, and wait for `timeout` seconds at most until they have gone."""
         self.ended.set()
         self._wanted.set()
         with self._changed:
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._viewers == 0, patience)
+            self._changed.wait_for(lambda: self._viewers == 0, timeout)
 
-    def newer(self, number: int, patience: float) -> tuple[int, Overview, Stragglers] | None:
-        """Wait for an overview after the one of `number`; None after `patience` seconds, or at the end of the job."""
+    def newer(self, number: int, timeout: float) -> tuple[int, Overview, Stragglers] | None:
+        """Wait for an overview after the one of `number`; None after `timeout` seconds, or at the end of the job."""
         with self._changed:
-            self._changed.wait_for(lambda: self._number > number or self.ended.is_set(), patience)
+            self._changed.wait_for(lambda: self._number > number or self.ended.is_set(), timeout)
             return (self._number, self._overview, self._stragglers) if self._number > number else None
 
     def _run(self) -> None:

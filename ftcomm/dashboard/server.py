@@ -34,7 +34,7 @@ from ftcomm.errors import FtcommError
 
 MOST = 64  # connections at once
 PAGES = 48  # of them that get events; what is left is for metrics, and for what a page asks for besides
-PATIENCE = 15.0  # s without an event after which a comment shows that the connection lives
+KEEPALIVE = 15.0  # s without an event after which a comment shows that the connection lives
 SILENT = 30.0  # s for a request to come, or for a reader to take what is sent
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 # The page loads nothing from elsewhere, is in no frame, and runs no script but its own file.
@@ -209,7 +209,7 @@ class DashboardHandler(BaseHTTPRequestHandler):
         feed.watch(1)
         try:
             while True:
-                newer = feed.newer(number, PATIENCE)
+                newer = feed.newer(number, KEEPALIVE)
                 if newer is not None:
                     number, *seen = newer
                     self.wfile.write(b"data: " + changes.of(*seen) + b"\n\n")

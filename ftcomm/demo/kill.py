@@ -36,12 +36,12 @@ class Kill:
 
 
 def kill_in_mid_op(
-    pid: int, others: Iterable[int], announce: Callable[[Kill], None] = lambda kill: None, patience: float = 20.0
+    pid: int, others: Iterable[int], announce: Callable[[Kill], None] = lambda kill: None, timeout: float = 20.0
 ) -> Kill | None:
     """SIGKILL `pid` while it and the `others` of its group are inside an all-reduce. Blocks; None if that did not come
     up or a process is gone. `announce` is called just before, as the loss may be known sooner than this returns."""
     try:
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         return _kill(pid, open_words(pid), [open_words(other) for other in others], announce, deadline)
     except OSError:
         return None

@@ -32,7 +32,7 @@ _INFO = 2  # INET_DIAG_INFO
 _STATES = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 8  # established, and those in which one side has closed
 _RETRANSMITS, _HEARD, _ACKED, _OUT, _IN = 2, 52, 120, 136, 140  # offsets in tcp_info
 _CLONE_NEWNET = 0x40000000
-_PATIENCE = 2.0  # s for the kernel to answer
+_KERNEL_TIMEOUT = 2.0  # s for the kernel to answer
 _MOST = 1 << 16  # sockets of a network
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -127,7 +127,7 @@ def _inside(path: str, wanted: Container[int]) -> list[tuple[int, Connection]]:
 
     thread = threading.Thread(target=look, name="ftcomm-connections", daemon=True)
     thread.start()
-    thread.join(2 * _PATIENCE)
+    thread.join(2 * _KERNEL_TIMEOUT)
     return list(found)
 
 
@@ -136,7 +136,7 @@ def _dump(wanted: Container[int]) -> list[tuple[int, Connection]]:
     `OSError`."""
     found: list[tuple[int, Connection]] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as asked:
-        asked.settimeout(_PATIENCE)
+        asked.settimeout(_KERNEL_TIMEOUT)
         for family in (socket.AF_INET, socket.AF_INET6):
             body = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), _STATES)
             asked.send(_HEADER.pack(_HEADER.size + len(body), _BY_FAMILY, _DUMP, family, 0) + body)

@@ -102,13 +102,13 @@ def _matters(thread: processes.KernelThread, pid: int) -> bool:
     return thread.id == pid or thread.state in ("R", "D")
 
 
-def _ask(prefix: Path, pid: int, patience: float) -> tuple[ThreadStack, ...]:
+def _ask(prefix: Path, pid: int, timeout: float) -> tuple[ThreadStack, ...]:
     data = bytearray()
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout
     folder = os.open(prefix.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
-            asked.settimeout(patience)
+            asked.settimeout(timeout)
             asked.connect(f"/proc/self/fd/{folder}/{prefix.name}{SOCKET}")
             while True:
                 left = until - time.monotonic()

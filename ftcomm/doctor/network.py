@@ -28,7 +28,7 @@ from ftcomm.settings.credentials import from_env
 from ftcomm.transport.address import interfaces, listed, mtu, own_address, resolved
 
 PURPOSE = "doctor"
-PATIENCE = 3.0  # s for a connection
+CONNECT_TIMEOUT = 3.0  # s for a connection
 NO_TOKEN = "FTCOMM_TOKEN is not set"
 DATA = 64 << 20  # bytes that are sent to measure
 LONGEST = 2.0  # s of sending them
@@ -182,11 +182,12 @@ def _reach(name: str, there: tuple[str, int], mine: handshake.Credentials) -> tu
     begun = time.monotonic()
     where = f"{there[0]}:{there[1]}"
     try:
-        return wire.connect(there, mine, PURPOSE, {}, PATIENCE).detach(), time.monotonic() - begun
+        return wire.connect(there, mine, PURPOSE, {}, CONNECT_TIMEOUT).detach(), time.monotonic() - begun
     except handshake.HandshakeError as error:
         return Finding(name, "wrong", f"{where} was reached, but {error}", "mend what it says, and run this again")
     except TimeoutError:
-        said = f"no answer from {where} within {PATIENCE:g} s: a firewall drops packets, or the address is no host's"
+        within = f"within {CONNECT_TIMEOUT:g} s"
+        said = f"no answer from {where} {within}: a firewall drops packets, or the address is no host's"
         mend = f"let TCP through to port {there[1]}, and between all hosts to the ports of ip_local_port_range"
     except socket.gaierror as error:
         said, mend = f"the name {there[0]} is not known here: {error.strerror}", "mend the name, or use an address"

@@ -18,7 +18,7 @@ from ftcomm.transport.nixl.network import MEND, choose, listeners, rdma_devices
 from ftcomm.transport.segment import CHUNK, SIZE
 
 LOCKED = 512 << 20  # bytes: staging and mirrors of a dozen members, arrays that are reduced, and what UCX takes
-_PUTS, _PATIENCE = 64, 10.0
+_PUTS, _PUTS_TIMEOUT = 64, 10.0
 _LOOPBACK = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
 
 
@@ -86,7 +86,7 @@ def _put(library: nixl_library.NixlLibrary, agents: list[object]) -> float:
         theirs = reader.register_memory([(address_of(far), CHUNK, 0, "")], "DRAM")  # type: ignore[attr-defined]
         name = writer.add_remote_agent(reader.get_agent_metadata())  # type: ignore[attr-defined]
         handle = writer.initialize_xfer("WRITE", mine.trim(), theirs.trim(), name, b"")  # type: ignore[attr-defined]
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _PUTS_TIMEOUT
         for number in range(_PUTS + 1):
             if number == 1:
                 begun = time.monotonic()  # the first connects
@@ -95,7 +95,7 @@ def _put(library: nixl_library.NixlLibrary, agents: list[object]) -> float:
                 reader.get_new_notifs()  # type: ignore[attr-defined]
                 state = writer.check_xfer_state(handle)  # type: ignore[attr-defined]
                 if time.monotonic() > end:
-                    raise TransportError(f"a put of {CHUNK} bytes to oneself has not ended within {_PATIENCE:g} s")
+                    raise TransportError(f"a put of {CHUNK} bytes to oneself has not ended within {_PUTS_TIMEOUT:g} s")
         took = time.monotonic() - begun
     except library.errors as error:
         raise TransportError(f"NIXL cannot put to oneself: {nixl_library.describe(error)}") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ftcomm.transport.segment import HEADER, MAGIC
 
-PATIENCE = 5.0  # seconds for a process to stop
+STOP_TIMEOUT = 5.0  # seconds for a process to stop
 
 
 def open_words(pid: int) -> memoryview:
@@ -40,12 +40,12 @@ def stop(pid: int) -> None:
     Raises `TimeoutError`, and lets it go on then. Blocks for microseconds; milliseconds if the process has no core.
     """
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + STOP_TIMEOUT
     tasks = Path(f"/proc/{pid}/task")
     while any(_state(task / "stat") not in "TtZX" for task in tasks.iterdir()):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGCONT)
-            raise TimeoutError(f"process {pid} did not stop on SIGSTOP within {PATIENCE:g} s")
+            raise TimeoutError(f"process {pid} did not stop on SIGSTOP within {STOP_TIMEOUT:g} s")
 
 
 def _state(stat: Path) -> str:

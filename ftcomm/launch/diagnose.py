@@ -26,7 +26,7 @@ from ftcomm.recorder.files import FOLDER
 
 AGAIN = 10.0  # s until the launcher tells the same verdict again
 GAP = 0.3  # s between two looks: what was not known at the first one, a retransmission tells soon
-PATIENCE = 5.0  # s for a verdict that is under way when the job ends
+VERDICT_TIMEOUT = 5.0  # s for a verdict that is under way when the job ends
 _AT_ONCE = {
     cause.value
     for cause in (
@@ -134,10 +134,10 @@ class StallDiagnosis:
             self._task = asyncio.get_running_loop().create_task(self._diagnose())
 
     async def close(self) -> None:
-        """Wait for a verdict under way, for `PATIENCE` at most: it may be why the job ends."""
+        """Wait for a verdict under way, for `VERDICT_TIMEOUT` at most: it may be why the job ends."""
         self._looks = 0
         if self._task is not None:
-            await asyncio.wait([self._task], timeout=PATIENCE)
+            await asyncio.wait([self._task], timeout=VERDICT_TIMEOUT)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown(wait=False)

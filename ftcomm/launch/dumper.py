@@ -21,7 +21,7 @@ from ftcomm.recorder.dump import DumpError
 DELAY = 1.0  # s between what has gone wrong and its dump: the recovery comes first
 EVERY = 60.0  # s between two dumps for the same cause
 LONGEST = 120.0  # s for a dump
-PATIENCE = 10.0  # s for a dump that is under way when the job ends
+DUMP_TIMEOUT = 10.0  # s for a dump that is under way when the job ends
 
 _OF_EVENTS = {
     "stalled": "stall",
@@ -110,7 +110,7 @@ class Dumper:
         for cause in list(self._due):
             self._begin(cause)
         if self._writing:
-            await asyncio.wait(self._writing, timeout=PATIENCE)
+            await asyncio.wait(self._writing, timeout=DUMP_TIMEOUT)
         self._closed = True
         if self._writing and self._process is not None:
             self._process.kill()

@@ -69,7 +69,7 @@ class OtherHosts:
     def open(self, place: NodePlace, run: str, credentials: Credentials, listener: HostsListener) -> None:
         """Have others, from here on. `run` names this launcher and no later one."""
         self._place, self._run, self._credentials, self._listener = place, run, credentials, listener
-        self._patience = own({**os.environ, **self._options.env})["init_timeout"]
+        self._init_timeout = own({**os.environ, **self._options.env})["init_timeout"]
         if place.rank == 0:
             self._hub = LauncherHub(
                 place.count, self._options.alike, self._heard_from, self._on_change, self._on_new, listener.states
@@ -79,7 +79,7 @@ class OtherHosts:
         """Returns the addresses of host 0 and of this host. May block for a time. Raises `SettingsError`."""
         asked = {**os.environ, **self._options.env}.get("FTCOMM_HOST", "")
         towards = self._place.host, self._place.port
-        here = own_address(asked, towards, "--rdzv-endpoint", self._patience)  # the name is known from here on
+        here = own_address(asked, towards, "--rdzv-endpoint", self._init_timeout)  # the name is known from here on
         return look_up(*towards, socket.SOCK_STREAM)[1][0], here
 
     @property
@@ -154,14 +154,14 @@ class OtherHosts:
     def is_given_up(self) -> bool:
         """Whether host 0 has not been reached for the init timeout."""
         since = self._unreached_since
-        return since > 0 and not self.reached and asyncio.get_running_loop().time() - since > self._patience
+        return since > 0 and not self.reached and asyncio.get_running_loop().time() - since > self._init_timeout
 
     @property
     def given_up(self) -> str:
         """Says so."""
         return (
             f"host 0 at {self._place.endpoint}, which has the coordinator, is not reached (FTCOMM_INIT_TIMEOUT, "
-            f"{self._patience:g} s), so no replica can join. {CHECKPOINT}: the same command on each host"
+            f"{self._init_timeout:g} s), so no replica can join. {CHECKPOINT}: the same command on each host"
         )
 
     def is_missing(self, replica: int) -> bool:
@@ -205,7 +205,7 @@ class OtherHosts:
         """Wait until something holds that another host changes, or `interrupt`; returns False after the init
         timeout."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience
+        deadline = loop.time() + self._init_timeout
         while not (true() or self._interrupted):
             self._changed.clear()
             try:

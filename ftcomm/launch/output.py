@@ -16,7 +16,7 @@ from typing import IO, BinaryIO
 
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # ANSI foregrounds, one a replica
 HELD = 1 << 20  # bytes that may wait for a slow terminal before ranks must wait
-PATIENCE = 5.0  # s for which they wait; a rank that waits for longer may be taken for the cause of a stall
+HOLD_TIMEOUT = 5.0  # s for which they wait; a rank that waits for longer may be taken for the cause of a stall
 
 
 class LineSplitter:
@@ -63,8 +63,8 @@ class Console:
 
     The event loop also drives the coordinator, so it must not stop because a user selects text in a terminal or pages
     through the output. When `HELD` bytes wait, `hold(True)` asks for a pause in reading from the ranks, and
-    `hold(False)` ends it; both are called on the event loop. After `PATIENCE` seconds of it lines are left out instead,
-    until half of those bytes are written. Then a line says how many.
+    `hold(False)` ends it; both are called on the event loop. After `HOLD_TIMEOUT` seconds of it lines are left out
+    instead, until half of those bytes are written. Then a line says how many.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, hold: Callable[[bool], None]) -> None:
@@ -97,17 +97,17 @@ class Console:
         self._queue.put((stream, data))
         if full:
             self._hold(True)
-            self._timer = self._loop.call_later(PATIENCE, self._leave_out)
+            self._timer = self._loop.call_later(HOLD_TIMEOUT, self._leave_out)
 
-    def close(self, patience: float) -> None:
-        """Close when all is written, or after `patience` seconds if the terminal does not take it. Blocks."""
+    def close(self, timeout: float) -> None:
+        """Close when all is written, or after `timeout` seconds if the terminal does not take it. Blocks."""
         if self._timer is not None:
             self._timer.cancel()
         with self._lock:
             lines, self._left_out, self._leaving_out, self._closed = self._left_out, 0, False, True
         self._tell_of(lines)
         self._queue.put(None)
-        self._thread.join(patience)
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

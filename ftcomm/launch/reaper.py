@@ -25,12 +25,12 @@ import time
 
 MARK = "FTCOMM_RUN"  # set in all descendants of a rank: run id, replica, start, rank, each with a colon
 EXEC = 0.005  # s, longer than an exec takes
-PATIENCE = 10.0  # s for a killed process to go; one stuck in a driver may never go
+EXIT_TIMEOUT = 10.0  # s for a killed process to go; one stuck in a driver may never go
 
 
-def kill_all(mark: str, sessions: set[int], patience: float = PATIENCE) -> None:
+def kill_all(mark: str, sessions: set[int], timeout: float = EXIT_TIMEOUT) -> None:
     """SIGKILL all processes whose mark begins with `mark`, or in one of `sessions`; return when they are gone."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     clear = 0
     # A process may fork during a look, and shows no environment in the midst of exec. So only two empty looks, a
     # moment apart, end this.

@@ -46,8 +46,8 @@ class RemovedReplicas:
 
     def lose(self, replica: ReplicaProcesses, why: str) -> None:
         """End a replica soon that was lost, if its process lives and has no other reason to."""
-        patience = self._job.options.grace if replica.gives_up else policy.REMOVED_TO_TERM
-        self._timers.later(patience, self._still_runs, replica, replica.starts, why)
+        grace = self._job.options.grace if replica.gives_up else policy.REMOVED_TO_TERM
+        self._timers.later(grace, self._still_runs, replica, replica.starts, why)
 
     def end(self, replica: ReplicaProcesses, starts: int) -> None:
         """End a removed replica that hangs, is stopped, or has not heard of it: its place is needed for its next

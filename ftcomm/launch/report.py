@@ -51,10 +51,10 @@ class Reporter:
             self._events = LogFile(self._events_path, self.log)
         self._console = Console(asyncio.get_running_loop(), hold)
 
-    def close(self, patience: float) -> None:
-        """Close. Blocks for at most `patience` seconds if a terminal does not take the rest."""
+    def close(self, timeout: float) -> None:
+        """Close. Blocks for at most `timeout` seconds if a terminal does not take the rest."""
         if self._console is not None:
-            self._console.close(patience)
+            self._console.close(timeout)
         if self._events is not None:
             self._events.close()
         self._console = self._events = None

@@ -79,7 +79,7 @@ class RunDir:
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
         try:
-            code = self._reaper.wait(reaper.PATIENCE + 5)
+            code = self._reaper.wait(reaper.EXIT_TIMEOUT + 5)
         except subprocess.TimeoutExpired:
             self._reaper.kill()
             code = self._reaper.wait()
@@ -112,5 +112,5 @@ def _remove_stale(base: Path) -> None:
         if not path.is_dir() or path.is_symlink():
             continue
         if unused(path):
-            reaper.kill_all(f"{path.name}:", set(), patience=1.0)
+            reaper.kill_all(f"{path.name}:", set(), timeout=1.0)
             shutil.rmtree(path, ignore_errors=True)

@@ -351,8 +351,8 @@ class DerivedMembership:
         if not self.epoch and not self._in_step:
             return float("inf")
         assert self.view is not None
-        patience = self._timeouts.op_floor if self.epoch and not self.view.proposal else self._timeouts.op
-        return max(self._said + REPORT, self._begun + patience)
+        timeout = self._timeouts.op_floor if self.epoch and not self.view.proposal else self._timeouts.op
+        return max(self._said + REPORT, self._begun + timeout)
 
 
 def _answer(call: Incoming, account: SubgroupProgress) -> TellCaller:

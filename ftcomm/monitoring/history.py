@@ -169,11 +169,11 @@ class HistoryWriter:
             self._thread = threading.Thread(target=self._run, name="ftcomm-history", daemon=True)
             self._thread.start()
 
-    def close(self, patience: float) -> None:
-        """Write what is left; blocks for `patience` seconds at most."""
+    def close(self, timeout: float) -> None:
+        """Write what is left; blocks for `timeout` seconds at most."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(patience)
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         assert self._path is not None

@@ -162,7 +162,7 @@ class Messages:
         if not looked[0]:
             own_process()
 
-    def _patience(self) -> float:
+    def _default_timeout(self) -> float:
         """The seconds until a message without a timeout of its own fails."""
         raise NotImplementedError
 
@@ -260,7 +260,7 @@ class Messages:
         """Returns the outline of a message; either `flat` or `place` says where its array is."""
         if not isinstance(tag, int) or not -(1 << 63) <= tag < 1 << 63:
             raise ArgumentError(f"a tag of {tag!r}; expected an integer of 64 bits")
-        seconds = self._patience() if timeout is None else timeout
+        seconds = self._default_timeout() if timeout is None else timeout
         if not 0 < seconds < float("inf"):
             raise ArgumentError(f"timeout={timeout}; expected a positive number of seconds")
         deadline = time.monotonic() + seconds

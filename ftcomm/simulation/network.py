@@ -218,11 +218,11 @@ class SimulatedNetwork:
         accept: Callable[[Process, SimulatedConnection], bool],
         on_open: Callable[[SimulatedConnection], object],
         on_fail: Callable[[NoConnection], object],
-        patient: bool = False,
+        awaits_mute: bool = False,
         waited: float = 0.0,
     ) -> None:
         """`accept(process, connection)` is called at the other side, False turns the dialler away. One of `on_open`
-        and `on_fail` is called later, as an event of the dialler. `patient`: the process at the other side
+        and `on_fail` is called later, as an event of the dialler. `awaits_mute`: the process at the other side
         may take as long as it likes, while its kernel answers."""
         target = self.listeners.get(port)
         way = None if target is None else (dialler.host, target.host)
@@ -234,17 +234,17 @@ class SimulatedNetwork:
                 self.world.after(0.0, dialler, on_fail, NoConnection.UNREACHABLE)
             else:
                 pause = self.conditions.retransmission
-                args = (dialler, port, accept, on_open, on_fail, patient, waited + pause)
+                args = (dialler, port, accept, on_open, on_fail, awaits_mute, waited + pause)
                 self.world.after(pause, dialler, self.dial, *args)
             return
         trip = 0.0001 if way is None else self.delay(way) + self.delay(way)
-        self.world.after(trip, None, self._connect, dialler, port, accept, on_open, on_fail, patient)
+        self.world.after(trip, None, self._connect, dialler, port, accept, on_open, on_fail, awaits_mute)
 
-    def _connect(self, dialler: Process, port: int, accept: Any, on_open: Any, on_fail: Any, patient: bool) -> None:
+    def _connect(self, dialler: Process, port: int, accept: Any, on_open: Any, on_fail: Any, awaits_mute: bool) -> None:
         target = self.listeners.get(port)
         if target is not None and target in self._survived:
             self.world.after(
-                self.conditions.dial_timeout, dialler, self._too_late, dialler, target, [], on_fail, patient
+                self.conditions.dial_timeout, dialler, self._too_late, dialler, target, [], on_fail, awaits_mute
             )
             return
         if target is not None and target in self.dark:
@@ -258,7 +258,7 @@ class SimulatedNetwork:
         if target.frozen:
             answered: list[bool] = []
             self.world.at(self.world.now, target, self._enter, dialler, target, accept, on_open, on_fail, answered)
-            args = (dialler, target, answered, on_fail, patient)
+            args = (dialler, target, answered, on_fail, awaits_mute)
             self.world.after(self.conditions.dial_timeout, dialler, self._too_late, *args)
         else:
             self._enter(dialler, target, accept, on_open, on_fail, [])
@@ -284,11 +284,13 @@ class SimulatedNetwork:
         else:
             on_fail(NoConnection.TURNED_AWAY)
 
-    def _too_late(self, dialler: Process, target: Process, answered: list[bool], on_fail: Any, patient: bool) -> None:
+    def _too_late(
+        self, dialler: Process, target: Process, answered: list[bool], on_fail: Any, awaits_mute: bool
+    ) -> None:
         if answered:
             return
-        if patient and self.is_mute(dialler, target):
-            args = (dialler, target, answered, on_fail, patient)
+        if awaits_mute and self.is_mute(dialler, target):
+            args = (dialler, target, answered, on_fail, awaits_mute)
             self.world.after(self.conditions.dial_timeout, dialler, self._too_late, *args)
             return
         answered.append(True)
@@ -301,9 +303,9 @@ class SimulatedNetwork:
         return (target.alive and target.frozen) or target in self._survived
 
     def knock(
-        self, dialler: Process, port: int, tell: Callable[[ProbeOutcome], object], *, patient: bool = False
+        self, dialler: Process, port: int, tell: Callable[[ProbeOutcome], object], *, awaits_mute: bool = False
     ) -> None:
-        """Does what `ftcomm.control.knock` does: `tell` what is found at that port. `patient`: its process has
+        """Does what `ftcomm.control.knock` does: `tell` what is found at that port. `awaits_mute`: its process has
         `knock_timeout` to answer."""
         told: list[ProbeOutcome] = []
 
@@ -322,7 +324,7 @@ class SimulatedNetwork:
         elif not target.alive and way[0] == way[1]:  # its kernel knows the process, whoever has its port
             self.world.after(trip, dialler, found, ProbeOutcome.ENDED)
         elif target.alive or target in self._survived:
-            self.world.after(late if patient else 2 * trip, dialler, found, ProbeOutcome.MUTE)
+            self.world.after(late if awaits_mute else 2 * trip, dialler, found, ProbeOutcome.MUTE)
             if target.alive:
                 answer = functools.partial(
                     self.world.after, self.conditions.latency, dialler, found, ProbeOutcome.ANSWERED
@@ -479,7 +481,7 @@ class SimulatedLink:
         if not self._over:
             self._begun = self._network.world.now
             failed = functools.partial(self._down, ended=False)
-            self._network.dial(self._owner, self._port, self._accept, self._opened, failed, patient=True)
+            self._network.dial(self._owner, self._port, self._accept, self._opened, failed, awaits_mute=True)
 
     def _opened(self, connection: SimulatedConnection) -> None:
         if self._over:

@@ -483,7 +483,7 @@ class Rank(Process):
             lambda target, connection: target.accepts(connection, "data", fields),  # type: ignore[attr-defined]
             opened,
             failed,
-            patient=True,
+            awaits_mute=True,
         )
 
     def _enter(self, view: View, progress: dict[int, m.Progress]) -> None:

@@ -271,7 +271,7 @@ class SimulatedStaticGroup:
             target.deal(Incoming(self.name, what, self.me, life, end, EPOCH, self.exchange.memory.nonce))
             return True
 
-        self.rank.network.dial(self.rank, self.places[member].pid, accept, opened, failed, patient=True)
+        self.rank.network.dial(self.rank, self.places[member].pid, accept, opened, failed, awaits_mute=True)
 
     # -- what is heard, and the end ----------------------------------------------------------------------------------
 

@@ -270,4 +270,4 @@ class SimulatedSubgroup:
             )
             return True
 
-        self.rank.network.dial(self.rank, there.pid, accept, opened, failed, patient=True)
+        self.rank.network.dial(self.rank, there.pid, accept, opened, failed, awaits_mute=True)

@@ -165,7 +165,7 @@ class StaticGroup(Calls):
     def _may_call(self) -> None:
         self.internals.may_call()
 
-    def _patience(self) -> float:
+    def _default_timeout(self) -> float:
         return self.op_timeout
 
 

@@ -19,7 +19,7 @@ from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import fork, handshake
 from ftcomm.control.limits import MEMBERS
 from ftcomm.control.messages import Progress
-from ftcomm.control.running_time import Patience, RunningTime
+from ftcomm.control.running_time import RunningTime, RunningTimer
 from ftcomm.control.views import View
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostEngine
@@ -173,11 +173,11 @@ class StaticGroupInternals:
     # -- how it begins -------------------------------------------------------------------------------------------
 
     def _begin(self, timeout: float) -> None:
-        patience = Patience(timeout, time.monotonic)
+        timer = RunningTimer(timeout, time.monotonic)
         communicator, events = self._communicator, self._events
         assert events is not None
         try:
-            met = meet(self._membership, self.name, self._infos, events, patience)
+            met = meet(self._membership, self.name, self._infos, events, timer)
         finally:
             with self._lock:
                 self._events = None
@@ -189,7 +189,7 @@ class StaticGroupInternals:
         for member, there in met.items():
             try:
                 communicator.reach(
-                    EPOCH, member, there.hello.address, functools.partial(self._dial, member, patience.left())
+                    EPOCH, member, there.hello.address, functools.partial(self._dial, member, timer.left())
                 )
             except (OSError, TransportError) as error:
                 if not self._has_closed(member):

@@ -32,7 +32,7 @@ from ftcomm.control import handshake
 from ftcomm.control.dropped import drop, printable
 from ftcomm.control.fork import apart
 from ftcomm.control.framing import Framing, receive_while
-from ftcomm.control.running_time import Patience
+from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.errors import TransportError
 from ftcomm.membership.static import LastMessage, MemberFailed, MemberHello, Said, StaticMembership
@@ -68,22 +68,22 @@ Arrivals = queue.SimpleQueue["Incoming | Met | Exception"]
 
 
 def meet(
-    membership: StaticMembership, group: str, infos: Sequence[PeerInfo], events: Arrivals, patience: Patience
+    membership: StaticMembership, group: str, infos: Sequence[PeerInfo], events: Arrivals, timer: RunningTimer
 ) -> dict[int, Met]:
-    """Blocks until every member has come, or `patience` is over; whoever owns incoming connections puts them into
+    """Blocks until every member has come, or `timer` has run out; whoever owns incoming connections puts them into
     `events`.
 
     Raises `TransportError`, which names who did not come, and `ArgumentError` if members disagree on who they are.
     """
     me = membership.me
-    meeting = _Meeting(group, me, infos, membership.hello, events, patience.left())
+    meeting = _Meeting(group, me, infos, membership.hello, events, timer.left())
     for member in range(me):
         meeting.start(meeting.dial, member)
     met: dict[int, Met] = {}
     try:
         while membership.missing():
-            part = patience.part()
-            meeting.left = patience.left()
+            part = timer.part()
+            meeting.left = timer.left()
             try:
                 event = events.get(timeout=part)
             except queue.Empty:

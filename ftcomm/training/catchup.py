@@ -147,10 +147,10 @@ class StateSource:
         others would call this replica a stall.
         """
         begun = time.monotonic()
-        patience = self._group.settings.timeouts.op_floor / 2
+        timeout = self._group.settings.timeouts.op_floor / 2
         with self._moved:
             while (now := time.monotonic()) < begun + seconds and any(
-                self._open[joiner] or now < max(begun, self._closed.get(joiner, begun)) + patience
+                self._open[joiner] or now < max(begun, self._closed.get(joiner, begun)) + timeout
                 for joiner in self._snapshots.joiners
             ):
                 self._moved.wait(0.05)  # a loss is not announced here, so look
@@ -404,12 +404,12 @@ class Fetch:
 
     def _heard(self, source: int, sock: Connection) -> CatchUpFrame:
         """Returns the next frame of a source."""
-        frame = receive(sock, patient=functools.partial(self._patient, source, sock))
+        frame = receive(sock, goes_on=functools.partial(self._goes_on, source, sock))
         with self._changed:
             self._mute.discard(source)
         return frame
 
-    def _patient(self, source: int, sock: Connection) -> bool:
+    def _goes_on(self, source: int, sock: Connection) -> bool:
         """Whether to go on waiting for a source that has sent nothing for `SILENCE`: yes if its kernel answers. Its
         process holds its interpreter, say; if that takes too long for the others, it is removed. Raises `_FellSilent`
         if others are to send its blocks."""
@@ -459,7 +459,7 @@ class Fetch:
         if block.nbytes != sum(piece.nbytes for piece in pieces):
             raise Wrong(f"block {number} has {block.nbytes} bytes")
         for piece in pieces:
-            read_into(sock, piece, functools.partial(self._patient, source, sock))
+            read_into(sock, piece, functools.partial(self._goes_on, source, sock))
 
     def _received(self, source: int) -> None:
         with self._changed:

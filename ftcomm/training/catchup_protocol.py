@@ -129,24 +129,24 @@ def _never() -> bool:
     return False
 
 
-def receive(sock: Connection, limit: int = MAX_FRAME, patient: Callable[[], bool] = _never) -> CatchUpFrame:
+def receive(sock: Connection, limit: int = MAX_FRAME, goes_on: Callable[[], bool] = _never) -> CatchUpFrame:
     """Returns the next frame. Raises `OSError` when the connection ends, `msgspec.DecodeError` on foreign bytes. When
-    the timeout of `sock` is over without a byte, `patient` says whether to wait as long again."""
-    return _FRAMES.read(lambda most: _received(lambda: sock.recv(most), patient), limit)
+    the timeout of `sock` is over without a byte, `goes_on` says whether to wait as long again."""
+    return _FRAMES.read(lambda most: _received(lambda: sock.recv(most), goes_on), limit)
 
 
-def read_into(sock: Connection, view: memoryview, patient: Callable[[], bool] = _never) -> None:
+def read_into(sock: Connection, view: memoryview, goes_on: Callable[[], bool] = _never) -> None:
     while view.nbytes:
-        got = _received(functools.partial(sock.recv_into, view), patient)
+        got = _received(functools.partial(sock.recv_into, view), goes_on)
         if got == 0:
             raise ConnectionError("the connection was closed")
         view = view[got:]
 
 
-def _received(get: Callable[[], Got], patient: Callable[[], bool]) -> Got:
+def _received(get: Callable[[], Got], goes_on: Callable[[], bool]) -> Got:
     while True:
         try:
             return get()
         except TimeoutError:
-            if not patient():
+            if not goes_on():
                 raise

@@ -24,7 +24,7 @@ import msgspec
 
 from ftcomm.control import handshake
 from ftcomm.control.framing import Framing, receive_while
-from ftcomm.control.running_time import Patience
+from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection
 from ftcomm.control.timeouts import AWAITED_EVERY
 from ftcomm.errors import CollectiveTimeout, TransportError
@@ -55,7 +55,7 @@ class IntraReplicaExchange:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._parent, self._children = place(group.shard, group.shards)
-        self._patience = group.settings.timeouts.give_up
+        self._timeout = group.settings.timeouts.give_up
         group.internals.intra_replica_exchanges += 1
         self._which = group.internals.intra_replica_exchanges  # the ranks make them in the same order
         self._number = 0
@@ -71,23 +71,23 @@ class IntraReplicaExchange:
         until all ranks have called this. Raises `TransportError` if one is gone or sends something else,
         `CollectiveTimeout` if one does not come."""
         self._number += 1
-        patience = self._wait()
+        timer = self._timer()
         try:
             with PhaseWait(PhaseKind.MEET, number=self._number) as self._looks:
-                below = self._below(patience)
-                rows = [row, *(self._receive(sock, rank, len(row), patience) for rank, sock in below)]
+                below = self._below(timer)
+                rows = [row, *(self._receive(sock, rank, len(row), timer) for rank, sock in below)]
                 answer = fold(rows) if below else row
                 if self._parent is not None:
-                    above = self._above(self._parent, patience)
+                    above = self._above(self._parent, timer)
                     self._send(above, answer)
-                    answer = self._receive(above, self._parent, len(row), patience)
+                    answer = self._receive(above, self._parent, len(row), timer)
                 for _, sock in below:
                     self._send(sock, answer)
                 return answer
         except TimeoutError:
             self.close()
             raise CollectiveTimeout(
-                f"{self._who()}: the other ranks of this replica did not come within {self._patience:g} s; "
+                f"{self._who()}: the other ranks of this replica did not come within {self._timeout:g} s; "
                 "all ranks of a replica must make the same calls, and do the same steps."
             ) from None
         except OSError as error:
@@ -100,47 +100,47 @@ class IntraReplicaExchange:
                 sock.close()
             self._sockets.clear()
 
-    def _wait(self) -> Patience:
+    def _timer(self) -> RunningTimer:
         router = self._group.internals.router
-        return Patience(self._patience, time.monotonic, lambda: router.changes, lambda: router.excused)
+        return RunningTimer(self._timeout, time.monotonic, lambda: router.changes, lambda: router.excused)
 
-    def _below(self, patience: Patience) -> list[tuple[int, Connection]]:
+    def _below(self, timer: RunningTimer) -> list[tuple[int, Connection]]:
         """Returns the children with their connections, in order. Blocks until all have come."""
         with self._came:
             while absent := [rank for rank in self._children if rank not in self._sockets]:
-                if not self._goes_on(patience, absent):
+                if not self._goes_on(timer, absent):
                     raise TimeoutError
                 self._came.wait(AWAITED_EVERY)
             return [(rank, self._sockets[rank]) for rank in self._children]
 
-    def _above(self, parent: int, patience: Patience) -> Connection:
+    def _above(self, parent: int, timer: RunningTimer) -> Connection:
         """Returns the connection to the parent."""
         sock = self._sockets.get(parent)
         if sock is None:
-            sock = self._open(parent, patience)
+            sock = self._open(parent, timer)
             with self._came:
                 self._sockets[parent] = sock
         return sock
 
-    def _open(self, parent: int, patience: Patience) -> Connection:
+    def _open(self, parent: int, timer: RunningTimer) -> Connection:
         """Connect to the parent, which closes the connection as long as its script has not come to the loop."""
         while True:
             sock = None
             try:
                 sock = self._dial(parent)
-                self._receive(sock, parent, 0, patience, 0)
+                self._receive(sock, parent, 0, timer, 0)
                 return sock
             except OSError:
                 if sock is not None:
                     sock.close()
-                if not self._goes_on(patience, [parent]):
+                if not self._goes_on(timer, [parent]):
                     raise
             time.sleep(RETRY)
 
     def _dial(self, parent: int) -> Connection:
         group = self._group
         fields: handshake.Fields = {"shard": group.shard, "which": self._which}
-        return group.internals.dial_rank(group.replica, parent, "inside", fields, self._patience)
+        return group.internals.dial_rank(group.replica, parent, "inside", fields, self._timeout)
 
     def _serve(self, sock: Connection, fields: Mapping[str, Any]) -> None:
         shard = handshake.number(fields, "shard", least=self._children[0], most=self._children[-1])
@@ -149,7 +149,7 @@ class IntraReplicaExchange:
         if handshake.number(fields, "which") != self._which:  # the caller is in its next loop already, and calls again
             sock.close()
             return
-        sock.settimeout(self._patience)
+        sock.settimeout(self._timeout)
         with contextlib.suppress(OSError):
             sock.sendall(_FRAMES.frame(Row(0, b"")))
         with self._came:
@@ -160,22 +160,22 @@ class IntraReplicaExchange:
             self._came.notify_all()
 
     def _send(self, sock: Connection, data: bytes) -> None:
-        sock.settimeout(self._patience)
+        sock.settimeout(self._timeout)
         sock.sendall(_FRAMES.frame(Row(self._number, data)))
 
-    def _goes_on(self, patience: Patience, absent: Sequence[int]) -> bool:
+    def _goes_on(self, timer: RunningTimer, absent: Sequence[int]) -> bool:
         """Whether to wait on for the ranks `absent` of this replica. It is recorded that this rank does."""
-        left = patience.left()
+        left = timer.left()
         self._looks.look([(self._group.replica, rank) for rank in absent], left)
         return left > 0
 
     def _receive(
-        self, sock: Connection, rank: int, expected: int, patience: Patience, number: int | None = None
+        self, sock: Connection, rank: int, expected: int, timer: RunningTimer, number: int | None = None
     ) -> bytes:
         """Returns a row of `expected` bytes in exchange `number`, or else in this one."""
         number = self._number if number is None else number
         try:
-            data = receive_while(sock, lambda: self._goes_on(patience, [rank]), AWAITED_EVERY)
+            data = receive_while(sock, lambda: self._goes_on(timer, [rank]), AWAITED_EVERY)
             said = _FRAMES.read(data, expected + _HEAD)
         except msgspec.DecodeError as error:
             raise ConnectionError(f"{error}; all ranks must run the same script") from None

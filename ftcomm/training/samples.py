@@ -139,7 +139,7 @@ class SampleSource:
         begun = time.monotonic()
         with self._moved:
             while left := (self._behind - self._answered) & frozenset(self._group.members):
-                if time.monotonic() > begun + _patience(self._group) and not left & self._asking:
+                if time.monotonic() > begun + _timeout(self._group) and not left & self._asking:
                     return
                 self._moved.wait(0.05)  # a loss is not announced here, so look
 
@@ -265,20 +265,20 @@ def settle(group: Group, state: Mapping[str, Stateful], step: int, answer: Answe
         )
 
 
-def _patience(group: Group) -> float:
+def _timeout(group: Group) -> float:
     return group.settings.timeouts.op_floor / 2
 
 
 def _ask(group: Group, source: int, step: int, here: bytes, *, wants: bool) -> _Taken:
     """Returns the sample of one source, without its tensors unless it `wants` them. `here` is the skeleton of what no
     optimizer updates, of this replica."""
-    patience = _patience(group)
-    deadline = time.monotonic() + patience
+    timeout = _timeout(group)
+    deadline = time.monotonic() + timeout
     with contextlib.closing(group.internals.dial(source, PURPOSE, {"step": step, "replica": group.replica})) as sock:
-        sock.settimeout(patience)
+        sock.settimeout(timeout)
         while isinstance(frame := receive(sock), Wait):
             if time.monotonic() > deadline:
-                raise NoSource(f"it has not come to boundary {step} within {patience:.0f} s")
+                raise NoSource(f"it has not come to boundary {step} within {timeout:.0f} s")
         sample = _sampled(frame)
         rest = FlatState(sample.skeleton, [])
         if wants:

@@ -70,7 +70,7 @@ from tests.sealed_rig import SECRET, ends, records
 
 CREDENTIALS = handshake.Credentials("secret")
 DEADLINE = 60.0  # s
-PATIENCE = 0.05  # s, of one who waits for more than has been said: all there is lies in its socket when it begins
+SHORT = 0.05  # s, of one who waits for more than has been said: all there is lies in its socket when it begins
 EPOCH = 3
 
 
@@ -524,7 +524,7 @@ class _Replica:
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.replica, self.shard, self.shards, self.intra_replica_exchanges, self._sock = 0, rank, 2, 0, sock
-        self.settings = types.SimpleNamespace(timeouts=types.SimpleNamespace(give_up=PATIENCE))
+        self.settings = types.SimpleNamespace(timeouts=types.SimpleNamespace(give_up=SHORT))
         self.router = types.SimpleNamespace(changes=0, excused=0.0)
         self.view = View(1, 0, (Member(0, "a", Addresses.of((ADDRESS, ADDRESS)), True),))
 

@@ -45,7 +45,7 @@ class Member(Messages):
         self.slots.put = counted  # type: ignore[method-assign]
         self._p2p = ProgressEngine(f"rank {me}", self._dial, str, self.slots)
 
-    def _patience(self) -> float:
+    def _default_timeout(self) -> float:
         return LONG
 
     def _dial(self, peer: int) -> socket.socket:

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 QUIET = 0.01  # s for which a rank is watched that is said to touch nothing
-PATIENCE = 1.0  # s of it for a kernel that has yet to write: on a busy machine an interpreter needs tenths of them
+WRITE_TIMEOUT = 1.0  # s of it for a kernel that has yet to write: on a busy machine an interpreter needs tenths of them
 
 
 def _launch(
@@ -171,7 +171,7 @@ def freeze_as_it_begins(chance: int, *, fenced: bool) -> str:
         if not seen:
             rank.settle()
             before = _memory(rank)
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + WRITE_TIMEOUT
         while time.monotonic() < end:
             if not torch.equal(_memory(rank), before):
                 return "it was said to be quiet, and wrote"

@@ -92,7 +92,7 @@ class Pace:
     where membership changes, one that is far ahead would wait for the others longer than it is ready to."""
 
     LEAD = 100  # steps; some 0.5 s
-    PATIENCE = 1.0  # s at each step, for one that stands still or is dead
+    STEP_TIMEOUT = 1.0  # s at each step, for one that stands still or is dead
 
     def __init__(self, group: ftcomm.Group, arguments: dict[str, Any]) -> None:
         self._steps = np.memmap(Path(arguments["marks"]) / f"pace-{group.replica}", np.int64, "r+")
@@ -101,8 +101,8 @@ class Pace:
     def keep(self, step: int) -> None:
         self._steps[self._rank] = step
         if self._steps.min() < step - self.LEAD:
-            patience = time.monotonic() + self.PATIENCE
-            while self._steps.min() < step - self.LEAD and time.monotonic() < patience:
+            end = time.monotonic() + self.STEP_TIMEOUT
+            while self._steps.min() < step - self.LEAD and time.monotonic() < end:
                 time.sleep(0.001)
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.process.browser import browser
-from tests.process.test_dashboard import PATIENCE, RunningJob
+from tests.process.test_dashboard import PAGE_TIMEOUT, RunningJob
 
 STOPPED = 2, 1  # the rank
 FLOOR, HEARTBEAT, TIMEOUT = 8.0, 3.0, 64.0  # s
@@ -43,7 +43,7 @@ def take(target: Path) -> None:
             pid = job.launcher.pids()[STOPPED]
             os.kill(pid, signal.SIGSTOP)
             try:
-                wait = WebDriverWait(page, PATIENCE)
+                wait = WebDriverWait(page, PAGE_TIMEOUT)
                 wait.until(lambda page: page.execute_script("return !$('why').hidden"))
                 wait.until(lambda page: page.execute_script("return !$('traffic').hidden"))
                 page.save_screenshot(str(target))

@@ -10,8 +10,8 @@ from ftcomm.settings import Settings
 from .points import watch_points
 
 
-def watch_patiently(settings: Settings, arguments: dict[str, Any]) -> None:
-    """`watch_points`; the replicas in `arguments["patient"]` complain as late as they may, as if ops were slow."""
+def watch_late(settings: Settings, arguments: dict[str, Any]) -> None:
+    """`watch_points`; the replicas in `arguments["late"]` complain as late as they may, as if ops were slow."""
     watch_points(settings, arguments)
-    if settings.replica in arguments["patient"]:
+    if settings.replica in arguments["late"]:
         AdaptiveTimeouts.of = lambda self, nbytes: self.ceiling  # type: ignore[method-assign]

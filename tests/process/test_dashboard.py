@@ -34,7 +34,7 @@ from tests.process.browser import browser, chromium
 
 pytestmark = pytest.mark.protocol
 
-PATIENCE = 240.0  # s
+PAGE_TIMEOUT = 240.0  # s
 ELEMENTS = 100_000  # of an op: as many go around the ring
 SCRIPT = """
     import time
@@ -92,7 +92,7 @@ class RunningJob:
 
     def until(self, done: Callable[[], Any]) -> Any:
         with self._changed:
-            assert self._changed.wait_for(done, PATIENCE), "\n".join(self.said)
+            assert self._changed.wait_for(done, PAGE_TIMEOUT), "\n".join(self.said)
             return done()
 
     def contributes(self, replica: int, after: int) -> bool:
@@ -131,7 +131,7 @@ class RunningJob:
         if self._thread.is_alive():
             for _ in range(2):
                 self._loop.call_soon_threadsafe(self.launcher.interrupt)
-            self._thread.join(PATIENCE)
+            self._thread.join(PAGE_TIMEOUT)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningJob]
 
 
 def get(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PAGE_TIMEOUT)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -157,7 +157,7 @@ def test_the_page_of_a_job_under_kills(job: RunningJob, tmp_path: Path) -> None:
     port, token = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)", job.url).groups()  # type: ignore[union-attr]
     secret = job.launcher._token
     with browser(tmp_path / "profile") as page:
-        wait = WebDriverWait(page, PATIENCE)
+        wait = WebDriverWait(page, PAGE_TIMEOUT)
 
         def text(css: str) -> str:
             return page.find_element(By.CSS_SELECTOR, css).text
@@ -275,7 +275,7 @@ def test_the_page_of_a_job_under_kills(job: RunningJob, tmp_path: Path) -> None:
 def test_what_the_live_view_costs_can_be_measured(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "bench", "dashboard", "--smoke"]
-    done = subprocess.run([*command, "--json", str(found)], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([*command, "--json", str(found)], capture_output=True, text=True, timeout=PAGE_TIMEOUT)
     assert found.exists(), done.stderr
     [load] = json.loads(found.read_text())["loads"]
     assert load["events"] > 0
@@ -298,16 +298,16 @@ def test_a_coordinator_alone_has_a_live_view_without_what_only_a_launcher_knows(
             port = int(re.search(r":(\d+)/", said).group(1))  # type: ignore[union-attr]
             job = json.loads(get(port, "/overview", Authorization=f"Bearer {token}")[2])
             assert (job["state"], job["replicas"], job["contributing"]) == ("forming", 2, 0)
-            status = subprocess.run([*ftcomm, "status", "--json"], capture_output=True, text=True, timeout=PATIENCE)
+            status = subprocess.run([*ftcomm, "status", "--json"], capture_output=True, text=True, timeout=PAGE_TIMEOUT)
             assert json.loads(status.stdout)["run"] == job["run"]
             refused = subprocess.run(
-                [*ftcomm, "restart", "--replica", "0"], capture_output=True, text=True, timeout=PATIENCE
+                [*ftcomm, "restart", "--replica", "0"], capture_output=True, text=True, timeout=PAGE_TIMEOUT
             )
             assert refused.returncode != 0
             chromium()
             with browser(tmp_path / "profile") as page:
                 page.get(f"http://127.0.0.1:{port}/?token={token}")
-                wait = WebDriverWait(page, PATIENCE)
+                wait = WebDriverWait(page, PAGE_TIMEOUT)
                 wait.until(lambda page: len(page.find_elements(By.CSS_SELECTOR, "#grid .replica")) == 2)
                 for panel in ("why", "stragglers", "traffic"):
                     assert not page.find_element(By.ID, panel).is_displayed()
@@ -316,5 +316,5 @@ def test_a_coordinator_alone_has_a_live_view_without_what_only_a_launcher_knows(
                 wait.until(lambda page: not page.find_element(By.ID, "stacks").is_displayed())
         finally:
             coordinator.send_signal(signal.SIGTERM)
-            coordinator.wait(PATIENCE)
+            coordinator.wait(PAGE_TIMEOUT)
     assert list((tmp_path / f"ftcomm-{os.getuid()}").glob("*/control")) == []

@@ -71,7 +71,7 @@ def test_an_interrupted_demo_leaves_in_order(tmp_path: Path) -> None:
 def test_a_process_without_a_segment_is_left_alone() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert kill_in_mid_op(child.pid, (), patience=1.0) is None
+        assert kill_in_mid_op(child.pid, (), timeout=1.0) is None
         assert child.poll() is None
     finally:
         child.kill()

@@ -37,7 +37,7 @@ from .training import train
 pytestmark = pytest.mark.protocol
 
 HEARTBEAT = 6.0  # s, and so the lease of a coordinator; long enough that on a busy machine nobody is lost by chance
-PATIENCE = 60.0  # s for what comes after a process has started and a lease has ended
+RETURN_TIMEOUT = 60.0  # s for what comes after a process has started and a lease has ended
 
 
 class Service:
@@ -86,7 +86,9 @@ class Process:
     def until(self, pattern: str) -> str:
         """Waits until it has said that; returns the first group."""
         for _ in _until(
-            lambda: re.search(pattern, self.said()) or self.process.poll() is not None, f"no {pattern!r}", PATIENCE
+            lambda: re.search(pattern, self.said()) or self.process.poll() is not None,
+            f"no {pattern!r}",
+            RETURN_TIMEOUT,
         ):
             pass
         found = re.search(pattern, self.said())
@@ -251,7 +253,7 @@ def test_training_goes_on_without_etcd_and_changes_wait_for_it(tmp_path: Path, e
         etcd.kill()
         running.wait_event("message of etcd", lambda events: any("cannot be used" in e.get("text", "") for e in events))
         go_on(running, ALL, 50)
-        for _ in _until(lambda: running.server._machine is None, "the coordinator has not given up", PATIENCE):
+        for _ in _until(lambda: running.server._machine is None, "the coordinator has not given up", RETURN_TIMEOUT):
             pass
         go_on(running, ALL, 50)
         seen = len(running.events)
@@ -320,7 +322,7 @@ def test_everything_at_random(tmp_path: Path, etcd: EtcdServer) -> None:
             views = [event for event in running.events if event["kind"] == "view"]
             return [x["replica"] for x in views[-1]["members"] if x["contributing"]] == [0, 1, 2]
 
-        for _ in _until(all_are_back, f"seed {SEED}: not all came back", 2 * PATIENCE):
+        for _ in _until(all_are_back, f"seed {SEED}: not all came back", 2 * RETURN_TIMEOUT):
             pass
         go_on(running, ALL)
         end(running, lambda replica, _, text: replica != 0 and text.startswith("ExpelledError"))

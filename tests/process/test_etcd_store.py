@@ -543,7 +543,7 @@ def test_etcd_that_is_slow_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_no_etcd_at_the_start_is_said_in_seconds(server: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcomm.control.etcd_store.PATIENCE", 0.5)
+    monkeypatch.setattr("ftcomm.control.etcd_store.ANSWER_TIMEOUT", 0.5)
 
     async def test() -> None:
         with pytest.raises(

@@ -24,8 +24,8 @@ SLOWEST = 200.0  # s for some twenty children, one after the other, and forty st
 @pytest.mark.parametrize("transport", ["shm", "tcp", _NIXL])
 def test_children_are_refused_and_leave_the_rank_alone(tmp_path: Path, transport: str) -> None:
     only_on_host("subgroups of what kernels run")
-    patient = dict(heartbeat_timeout=NEVER, op_timeout=2 * NEVER)
-    with Job(tmp_path, replicas=3, body=reduce_and_fork, transport=transport, elements=300_001, **patient) as job:
+    unhurried = dict(heartbeat_timeout=NEVER, op_timeout=2 * NEVER)
+    with Job(tmp_path, replicas=3, body=reduce_and_fork, transport=transport, elements=300_001, **unhurried) as job:
         assert [job.join(replica, SLOWEST) for replica in range(3)] == [[0]] * 3, job.errors()
     notes = list(job.notes())
     steps = [note for _, _, note in notes if note["kind"] == "step"]

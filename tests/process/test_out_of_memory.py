@@ -14,7 +14,7 @@ import pytest
 
 from ftcomm.monitoring.evidence import KernelKills, own_counter
 
-PATIENCE = 60.0  # s
+EXIT_TIMEOUT = 60.0  # s
 MOST = 64 << 20  # bytes that the process may have
 TAKES = f"print(flush=True); input(); x = bytearray({4 * MOST}); x[::4096] = b'x' * len(x[::4096])"
 
@@ -60,12 +60,12 @@ def test_who_was_killed_for_want_of_memory_is_known(group: Path, log: str) -> No
             assert process.stdin is not None
             process.stdin.write(b"\n")
             process.stdin.close()
-            assert process.wait(PATIENCE) == -signal.SIGKILL
+            assert process.wait(EXIT_TIMEOUT) == -signal.SIGKILL
             assert kills.killed(process.pid)
         with waiting() as process:
             (group.parent / "cgroup.procs").write_text(str(process.pid))
             process.kill()
-            assert process.wait(PATIENCE) == -signal.SIGKILL
+            assert process.wait(EXIT_TIMEOUT) == -signal.SIGKILL
             assert not kills.killed(process.pid)
     finally:
         kills.close()

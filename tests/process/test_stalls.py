@@ -23,7 +23,7 @@ from ftcomm.static.group import StaticGroup
 from .bodies import reduce_forever
 from .job import SLOWER, Job, Notes
 from .points import Points, watch_points
-from .stalling import watch_patiently
+from .stalling import watch_late
 from .test_faults import _members, _until, go_on, steps_of
 from .test_growth import wait_there
 from .test_kills import ENDLESS, check
@@ -151,7 +151,7 @@ def test_who_waits_for_a_rank_of_its_own_replica_is_no_culprit(tmp_path: Path) -
 def test_who_complains_late_is_no_culprit(tmp_path: Path) -> None:
     """Two of three that wait have a deadline far away: asked by the coordinator, they say at once that they wait."""
     points = Points(tmp_path)
-    with job(tmp_path, elements=TWO_SHOT, prepare=watch_patiently, patient=[0, 3]) as running:
+    with job(tmp_path, elements=TWO_SHOT, prepare=watch_late, late=[0, 3]) as running:
         begin(running)
         points.hold(1, "op")
         wait_there(running, points, 1, "op")

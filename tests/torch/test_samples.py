@@ -184,7 +184,7 @@ def test_who_gets_no_buffers_does_not_contribute():
 
 
 def test_after_the_last_step_sources_stay_until_all_have_asked(monkeypatch):
-    monkeypatch.setattr(samples, "_patience", lambda group: 1000.0)
+    monkeypatch.setattr(samples, "_timeout", lambda group: 1000.0)
     network, state, over = Network(), training(), threading.Event()
     made = [SampleSource(Rank(network, replica), state) for replica in (0, 1)]
     for source in made:
@@ -207,7 +207,7 @@ def test_after_the_last_step_nobody_is_waited_for_who_left_or_does_not_ask(monke
     source.linger()
     source = SampleSource(Rank(network, 0), state)
     source.at_boundary(STEP, view((0,), BEHIND))
-    monkeypatch.setattr(samples, "_patience", lambda group: 0.05)
+    monkeypatch.setattr(samples, "_timeout", lambda group: 0.05)
     source.linger()
 
 
@@ -259,7 +259,7 @@ def test_a_source_that_stays_away_is_not_waited_for_without_end(monkeypatch, cap
     monkeypatch.setattr(samples, "_WAIT", 0.01)
     network, here = Network(), without_modules()
     sources(network, without_modules(), (0,), STEP - 1)
-    monkeypatch.setattr(samples, "_patience", lambda group: 0.05)
+    monkeypatch.setattr(samples, "_timeout", lambda group: 0.05)
     with caplog.at_level(logging.INFO):
         ask(network, here, (0,))
     assert f"it has not come to boundary {STEP}" in caplog.text

@@ -38,7 +38,7 @@ class Quiet:
     def watch(self, readers: int) -> None:
         pass
 
-    def newer(self, number: int, patience: float) -> None:
+    def newer(self, number: int, timeout: float) -> None:
         time.sleep(0.01)
 
 

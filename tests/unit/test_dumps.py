@@ -309,7 +309,7 @@ def test_a_dump_is_whole_or_not_there_and_the_newest_are_kept(tmp_path: Path, mo
 
 
 def test_a_launcher_lets_another_process_write_its_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dumper, "PATIENCE", dumper.LONGEST)
+    monkeypatch.setattr(dumper, "DUMP_TIMEOUT", dumper.LONGEST)
     monkeypatch.setattr(dump, "write", None)  # so that this process cannot
     rank, said = Rank(0, 1), list[str]()
     rank.op(0, called=1.0)

@@ -126,10 +126,10 @@ def at_each_word(monkeypatch: pytest.MonkeyPatch, body: Callable[[int, Gate, int
 def test_an_op_goes_on_as_usual_from_where_it_stopped(seen: Seen, monkeypatch: pytest.MonkeyPatch, word: int) -> None:
     """One member gives up waiting at once, at each of the two places; the op ends all the same, and so do the next."""
 
-    def impatient(me: int, gate: Gate, count: int, raises: Raises) -> bool:
+    def gives_up_at_once(me: int, gate: Gate, count: int, raises: Raises) -> bool:
         return raises() and not (gate.word == word and me == 1)
 
-    at_each_word(monkeypatch, impatient)
+    at_each_word(monkeypatch, gives_up_at_once)
     with Rig(range(3)) as rig:
         rig.view(range(3))
         for number in range(MANY):

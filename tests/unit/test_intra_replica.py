@@ -24,14 +24,14 @@ class Rank:
     """What `IntraReplicaExchange` uses of a group. `served` is set by who has children; before that a connection is
     closed, as an agent does."""
 
-    def __init__(self, ranks, rank, siblings, patience=60.0):
+    def __init__(self, ranks, rank, siblings, timeout=60.0):
         self.replica, self.shard, self.siblings, self.served = 2, rank, siblings, None
         self.intra_replica_exchanges = 0
         self.called = threading.Event()
         self.shards = ranks
         self.router = SimpleNamespace(changes=0, excused=0.0)
         self.settings = type("Settings", (), {})
-        self.settings.timeouts = type("Timeouts", (), {"give_up": patience})
+        self.settings.timeouts = type("Timeouts", (), {"give_up": timeout})
         self.view = View(1, 0, (Member(2, "2a", Addresses.of((HERE,) * ranks), True),))
 
     @property
@@ -65,9 +65,9 @@ def first_of(rows):
     return rows[0]
 
 
-def ranks_of(count, patience=60.0):
+def ranks_of(count, timeout=60.0):
     ranks = []
-    ranks += (Rank(count, rank, ranks, patience) for rank in range(count))
+    ranks += (Rank(count, rank, ranks, timeout) for rank in range(count))
     return ranks
 
 
@@ -119,9 +119,9 @@ def test_each_rank_has_one_parent_and_all_below_it_follow_it(ranks):
 
 @pytest.mark.parametrize("gone", [4, 6, 7], ids=["below rank 0", "between", "leaf"])
 def test_the_loss_of_one_rank_ends_the_wait_of_all(gone, monkeypatch):
-    """Above and below it, long before their own patience ends."""
+    """Above and below it, long before their own timeout ends."""
     monkeypatch.setattr(rank_tree, "DIGIT", 2)
-    ranks = ranks_of(8, patience=600.0)
+    ranks = ranks_of(8, timeout=600.0)
     with ThreadPoolExecutor(8) as pool:
         exchanges = list(pool.map(IntraReplicaExchange, ranks))
         rows = [bytes([0, rank, rank]) for rank in range(8)]
@@ -169,7 +169,7 @@ def test_a_rank_is_in_its_next_loop_while_rank_0_has_not_left_the_last_one():
 
 
 def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():
-    first, second = ranks_of(2, patience=0.3)
+    first, second = ranks_of(2, timeout=0.3)
     inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
     with pytest.raises(CollectiveTimeout, match=r"replica 2 rank 0: the other ranks .* did not come"):
         inside.exchange(b"alone", max)
@@ -186,15 +186,15 @@ def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():
 
 def test_seconds_in_which_nobody_runs_and_changes_of_view_are_no_wait(monkeypatch):
     """Each rank is stopped for an hour again and again while it waits for the other, and the job changes its view."""
-    first, second = ranks_of(2, patience=5.0)
+    first, second = ranks_of(2, timeout=5.0)
     skew, now = [0.0], time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + skew[0])
     with ThreadPoolExecutor(2) as pool:
         inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
         for early, late in ((inside, other), (other, inside)):
             came = threading.Event()
-            wait = early._wait
-            early._wait = lambda wait=wait, came=came: (wait(), came.set())[0]
+            wait = early._timer
+            early._timer = lambda wait=wait, came=came: (wait(), came.set())[0]
             asked = pool.submit(early.exchange, b"x", max)
             assert came.wait(60)
             for _ in range(20):
@@ -210,11 +210,11 @@ def test_seconds_in_which_nobody_runs_and_changes_of_view_are_no_wait(monkeypatc
 
 
 def test_time_without_a_coordinator_does_not_count():
-    first, _ = ranks_of(2, patience=5.0)
+    first, _ = ranks_of(2, timeout=5.0)
     inside = IntraReplicaExchange(first)
-    patience = inside._wait()
+    timer = inside._timer()
     first.router.excused += 100.0
-    assert 100.0 < patience.left() <= 105.0
+    assert 100.0 < timer.left() <= 105.0
     inside.close()
 
 

@@ -24,11 +24,11 @@ from tests.agents_rig import Relay
 from tests.stopped_rig import CREDENTIALS, DEADLINE, Peer, at
 
 
-def found(there: Address, patience: float = DEADLINE) -> ProbeOutcome:
+def found(there: Address, timeout: float = DEADLINE) -> ProbeOutcome:
     async def run() -> ProbeOutcome:
         knocking = knock.Knock(there, CREDENTIALS, "asked", {})
         try:
-            return await knocking.outcome(patience)
+            return await knocking.outcome(timeout)
         finally:
             knocking.close()
 
@@ -201,8 +201,8 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
     outcomes: list[ProbeOutcome] = []
     outcome = knock.Knock.outcome
 
-    async def asked(self: knock.Knock, patience: float) -> ProbeOutcome:
-        outcomes.append(await outcome(self, patience))
+    async def asked(self: knock.Knock, timeout: float) -> ProbeOutcome:
+        outcomes.append(await outcome(self, timeout))
         return outcomes[-1]
 
     monkeypatch.setattr(knock.Knock, "outcome", asked)

@@ -225,7 +225,7 @@ def test_a_terminal_that_is_paused_for_long_costs_lines_and_no_rank(
     ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that cannot print comes to no op, and would be removed as a stall."""
-    monkeypatch.setattr(output, "PATIENCE", 0.01)
+    monkeypatch.setattr(output, "HOLD_TIMEOUT", 0.01)
     out, err = SlowStream(), SlowStream()
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.stderr", err)
@@ -501,7 +501,7 @@ def test_a_job_that_does_not_answer_is_over_if_its_socket_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool
 ) -> None:
     """A connection that was accepted when the job ended may stay open."""
-    monkeypatch.setattr("ftcomm.launch.admin.client.PATIENCE", 0.2)
+    monkeypatch.setattr("ftcomm.launch.admin.client.ANSWER_TIMEOUT", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(tmp_path / "control"))
         listener.listen()

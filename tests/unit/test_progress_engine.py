@@ -39,7 +39,7 @@ class Rank(Messages):
         self.unreachable: set[int] = set()
         self._p2p = ProgressEngine(f"rank {me}", self._dial, lambda peer: f"rank {peer}")
 
-    def _patience(self) -> float:
+    def _default_timeout(self) -> float:
         return DEADLINE
 
     def _dial(self, peer: int) -> socket.socket:
@@ -495,7 +495,7 @@ class InJob(Messages):
         self._me, self.roster = me, (0, 1)
         self._p2p: JobProgressEngine = JobProgressEngine(me, 0, dial)
 
-    def _patience(self) -> float:
+    def _default_timeout(self) -> float:
         return DEADLINE
 
 

@@ -54,7 +54,7 @@ def members() -> Iterator[Members]:
             return near
 
         for caller in group.callers:
-            caller._patience = lambda: DEADLINE
+            caller._default_timeout = lambda: DEADLINE
             caller._p2p = ProgressEngine(f"rank {caller.rank}", lambda peer, me=caller._me: dial(me, peer), str)
         yield group
         for caller in group.callers:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.control.running_time import LOOK, Patience, RunningTime
+from ftcomm.control.running_time import LOOK, RunningTime, RunningTimer
 from ftcomm.control.timeouts import REPORT
 
 
@@ -37,9 +37,9 @@ def test_a_look_from_before_the_last_one_is_none() -> None:
 
 def test_a_wait_ends_after_its_seconds_and_a_stop_is_one_look() -> None:
     clock = Clock()
-    patience = Patience(10.0, clock)
+    timer = RunningTimer(10.0, clock)
     parts = []
-    while part := patience.part():
+    while part := timer.part():
         parts.append(part)
         assert part <= LOOK
         clock.now += 3600.0 if len(parts) == 3 else part
@@ -48,14 +48,14 @@ def test_a_wait_ends_after_its_seconds_and_a_stop_is_one_look() -> None:
 
 def test_a_wait_begins_anew_when_the_others_move() -> None:
     clock, views = Clock(), [1]
-    patience = Patience(10.0, clock, lambda: views[0])
+    timer = RunningTimer(10.0, clock, lambda: views[0])
     for second in range(1, 40):
         clock.now += 1.0
         views[0] += second in (8, 17)
         if second < 27:
-            assert patience.left(), second
-    assert not patience.left()
+            assert timer.left(), second
+    assert not timer.left()
 
 
 def test_a_wait_of_no_seconds_is_over() -> None:
-    assert Patience(0.0, Clock()).part() == 0.0
+    assert RunningTimer(0.0, Clock()).part() == 0.0

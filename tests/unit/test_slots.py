@@ -70,7 +70,7 @@ class Rank(Messages):
     def peer(self, of: Rank) -> ShmPeer:
         return ShmPeer(of._me, os.getpid(), of.segment.fd, of.segment.nonce, LAYOUT)
 
-    def _patience(self) -> float:
+    def _default_timeout(self) -> float:
         return DEADLINE
 
     def _dial(self, peer: int) -> socket.socket:

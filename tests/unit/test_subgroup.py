@@ -363,7 +363,7 @@ def test_a_joiner_that_could_not_wait_longer_with_closing_is_not_met_in_its_next
         together(lambda i: groups[i].close(), 2)
 
 
-class Impatient(Job):
+class ShortTimeouts(Job):
     """An op is a stall soon."""
 
     settings = SimpleNamespace(**{**vars(Job.settings), "timeouts": Timeouts.derive(4.0, 0.4, 0.5)})
@@ -386,7 +386,7 @@ def members(count: int) -> Iterator[tuple[list[Subgroup], list[Any], Callable[[V
             board.entered(view)
 
     groups = [
-        make(Impatient(replica, board, first), dial, lambda *said: stalls.append(said), all_)
+        make(ShortTimeouts(replica, board, first), dial, lambda *said: stalls.append(said), all_)
         for replica, board in enumerate(boards)
     ]
     try:
@@ -467,7 +467,7 @@ def test_a_joiner_goes_on_without_a_group_that_the_others_have_closed() -> None:
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
         return boards[there.port].ring(fields)
 
-    jobs = [Impatient(replica, board, first) for replica, board in enumerate(boards)]
+    jobs = [ShortTimeouts(replica, board, first) for replica, board in enumerate(boards)]
     groups = [make(job, dial) for job in jobs]
     together(lambda i: groups[i].internals.begin(30.0), 2)
     together(lambda i: groups[i].close(), 2)

@@ -106,7 +106,7 @@ def test_a_stall_is_said_every_second_and_then_given_up(clock: Clock) -> None:
     assert next(at for at, due in said if due is Due.GIVE_UP) == pytest.approx(20.05)
 
 
-def test_an_op_has_all_its_patience_again_when_the_job_changes_its_view(clock: Clock) -> None:
+def test_an_op_has_its_whole_timeout_again_when_the_job_changes_its_view(clock: Clock) -> None:
     """Which a subgroup enters later, if others are removed before. What is due to be reported still is."""
     watch = Watchdog(10, 10, 20, clock)
     watch.waits(1, op(7), (3,))

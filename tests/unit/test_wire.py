@@ -158,7 +158,7 @@ def test_every_message_survives_the_wire() -> None:
 
 
 def test_a_connection_tries_again_soon_after_an_outage() -> None:
-    """TCP would double its patience each time, beyond a heartbeat timeout."""
+    """TCP would double the time each time, beyond a heartbeat timeout."""
     with socket.socket() as sock:
         wire.tune(sock)
         assert sock.getsockopt(socket.IPPROTO_TCP, wire._THIN_LINEAR_TIMEOUTS) == 1

@@ -25,7 +25,7 @@ MODULES = (
 
 from tests.upstream import torchft_groups  # noqa: E402
 
-torchft_groups.be_patient()
+torchft_groups.allow_long_starts()
 for name in MODULES:
     module = importlib.import_module(f"torchft.{name}")
     if os.environ["FTCOMM_UPSTREAM_BACKEND"] == "ftcomm":

@@ -87,7 +87,7 @@ def resize(rank: int, port: int, backend: str) -> None:
     RESIZE(rank, port, "ftcomm")
 
 
-def be_patient() -> None:
+def allow_long_starts() -> None:
     """The tests allow 10 s for the start of processes that import torch; a busy machine takes longer. With gloo too."""
     begin = ProcessGroupBaby.__init__
 

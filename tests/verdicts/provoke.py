@@ -29,7 +29,7 @@ from tests.orphans import end_with_pytest
 from tests.verdicts.acts import BEGINS, COMMAND, FIFO, FULL, KEPT, LATE, TAKEN
 from tests.verdicts.kinds import CULPRIT, NAMED, StallKind, wrong
 
-PATIENCE = 180.0  # s for a verdict, and for a job that is whole again
+VERDICT_TIMEOUT = 180.0  # s for a verdict, and for a job that is whole again
 HEARTBEAT, FLOOR, TIMEOUT = 3.0, 4.0, 16.0  # s
 BEFORE = 0.3  # s by which the clock of the file and the times of a wait may be wrong
 ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # before a command: it is killed when this process ends
@@ -126,13 +126,13 @@ class StallJob(contextlib.AbstractContextManager["StallJob"]):
         return None
 
     def until(self, what: str, found: Callable[[], Any]) -> Any:
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + VERDICT_TIMEOUT
         while time.monotonic() < end and self._process.poll() is None:
             if value := found():
                 return value
             time.sleep(0.05)
         log = (self._folder / "log").read_text()[-6000:]
-        raise AssertionError(f"{what}: not within {PATIENCE:g} s, or the job has ended:\n{log}")
+        raise AssertionError(f"{what}: not within {VERDICT_TIMEOUT:g} s, or the job has ended:\n{log}")
 
     def whole(self) -> Status:
         """Wait until all contribute, and have come so far that it is known how long ops take: until then some may not

@@ -23,7 +23,7 @@ from ftcomm.errors import FtcommError, TransportError
 from ftcomm.kernels.device.reduce import reduce_spans
 from ftcomm.kernels.spans import MemorySpan
 
-_PATIENCE = 60.0  # s that the kernels of others may hold up one of ours; the rank ends then
+_KERNEL_TIMEOUT = 60.0  # s that the kernels of others may hold up one of ours; the rank ends then
 _REACHABLE = (1, 2, 3)  # cudaMemoryTypeHost, Device, Managed
 
 
@@ -84,11 +84,11 @@ class CudaReduceDevice:
                 with torch.cuda.stream(self._stream):
                     reduce_spans(spans, w, op, divisor, self._sms)
                     self._done.record(self._stream)
-                ended = until(lambda: event_ended(self._done.cuda_event), _PATIENCE)
+                ended = until(lambda: event_ended(self._done.cuda_event), _KERNEL_TIMEOUT)
         except (RuntimeError, TritonError) as error:
             raise FtcommError(f"the GPU cannot reduce: {error}; restart this process") from error
         if not ended:
             raise FtcommError(
-                f"the GPU has not reduced a chunk within {_PATIENCE:g} s: other kernels hold all of it. Let the script "
-                "start nothing that waits for an op of ftcomm, or use FTCOMM_ENGINE=host."
+                f"the GPU has not reduced a chunk within {_KERNEL_TIMEOUT:g} s: other kernels hold all of it. Let the "
+                "script start nothing that waits for an op of ftcomm, or use FTCOMM_ENGINE=host."
             )

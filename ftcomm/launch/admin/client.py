@@ -19,7 +19,7 @@ from ftcomm.launch.rundir import short
 from ftcomm.monitoring.job import Overview
 from ftcomm.process.user_dir import base_dir
 
-PATIENCE = 20.0  # s to wait for an answer
+ANSWER_TIMEOUT = 20.0  # s to wait for an answer
 
 
 class JobEnded(FtcommError):
@@ -31,7 +31,7 @@ def running() -> dict[str, Path]:
     found = {}
     for path in sorted(base_dir().glob(f"*/{protocol.SOCKET}")):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(PATIENCE)
+            probe.settimeout(ANSWER_TIMEOUT)
             with short(path) as address:
                 probe.connect(address)  # refused if the launcher was killed
             found[path.parent.name] = path
@@ -55,13 +55,13 @@ def find(job: str | None) -> Path:
 
 
 class AdminClient:
-    """A connection to a job; a context manager. For one thread. Every wait ends after `PATIENCE`."""
+    """A connection to a job; a context manager. For one thread. Every wait ends after `ANSWER_TIMEOUT`."""
 
     def __init__(self, path: Path) -> None:
         """Connects. Raises `JobEnded`."""
         self._path, self._buffer = path, bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(PATIENCE)
+        self._socket.settimeout(ANSWER_TIMEOUT)
         try:
             with short(path) as address:
                 self._socket.connect(address)
@@ -88,7 +88,9 @@ class AdminClient:
         except TimeoutError:
             if not self._path.exists():  # it was accepted when the job ended, and maybe was not closed
                 raise JobEnded("the job has ended") from None
-            raise FtcommError(f"the job has not answered within {PATIENCE:g} s; is its launcher stopped?") from None
+            raise FtcommError(
+                f"the job has not answered within {ANSWER_TIMEOUT:g} s; is its launcher stopped?"
+            ) from None
         except OSError as error:
             raise JobEnded(f"the job has ended ({error.strerror or error})") from None
         except msgspec.DecodeError as error:

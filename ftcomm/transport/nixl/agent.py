@@ -32,7 +32,7 @@ from ftcomm.transport.segment import SIZE
 
 log = logging.getLogger("ftcomm.transport")
 
-PATIENCE = 120.0  # s; a driver complains much earlier, and the control plane removes the silent
+PUT_TIMEOUT = 120.0  # s; a driver complains much earlier, and the control plane removes the silent
 _BUSY = 0.002  # seconds after the last progress during which the thread yields and looks again
 _AWAKE = 0.05  # ... during which it sleeps as short as it can
 _SHORT, _LONG = 50e-6, 0.05  # its sleeps; the long one in an idle group
@@ -75,7 +75,7 @@ class NixlEndpoint:
         self.names = tuple(f"{name}.{incarnation}.{rail}" for rail in range(len(devices)))
         self._agents = [self.library.agent(*pair, self.network) for pair in zip(self.names, devices, strict=True)]
         self.lock = threading.Lock()  # guards every call of an agent; never held during a wait
-        self.puts = Puts(self.library, self._agents, PATIENCE)
+        self.puts = Puts(self.library, self._agents, PUT_TIMEOUT)
         self._mirrors = MirrorMemories(SIZE, self.puts.register, self.puts.deregister)
         self._channels: dict[int, FrameReceiver] = {}
         self._remotes: dict[int, Remote] = {}  # by the token of the mirror

@@ -71,7 +71,7 @@ class Nixl:
         `nonce` is that of the segment of `replica`; `on_lost` is as at `TcpMirror`. Raises `TransportError` or
         `OSError`.
         """
-        end = time.monotonic() + handshake.PATIENCE
+        end = time.monotonic() + handshake.HANDSHAKE_TIMEOUT
         doubt = False
         while True:
             try:

@@ -30,7 +30,7 @@ from ftcomm.errors import TransportError
 
 VERSION = 5  # version of this exchange and of the frames
 SOON = 1.0  # s for the first put; after them both sides ask themselves whether they hear
-PATIENCE = 10.0  # seconds for all of it, from when the other side has begun to speak
+HANDSHAKE_TIMEOUT = 10.0  # seconds for all of it, from when the other side has begun to speak
 HELD = 120.0  # s until it speaks, if its kernel answers: it may hold its interpreter, or be stopped
 _LOOK = 0.5  # s between two checks that the kernel answers
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
@@ -90,14 +90,14 @@ def differ(here: Compatibility, there: Compatibility, who: str) -> str:
 
 def send(sock: Connection, message: ReaderRequest | WriterAnswer) -> None:
     """Send a message. Raises `OSError`."""
-    sock.settimeout(PATIENCE)
+    sock.settimeout(HANDSHAKE_TIMEOUT)
     sock.sendall(_FRAMES.frame(message))
 
 
 def receive(sock: Connection) -> ReaderRequest | WriterAnswer:
     """Receive a message. Raises `OSError`, also when it takes too long, and for anything else than a message."""
     _begun(sock)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT
 
     def some(most: int) -> bytes:
         sock.settimeout(_left(deadline))
@@ -127,15 +127,15 @@ def _begun(sock: Connection) -> None:
     begun = time.monotonic()
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    while not poll.poll(1e3 * min(_LOOK, PATIENCE)):
+    while not poll.poll(1e3 * min(_LOOK, HANDSHAKE_TIMEOUT)):
         silent = unanswered(sock)
         waited = time.monotonic() - begun
-        if waited > (HELD if silent is not None and silent < PATIENCE else PATIENCE):
+        if waited > (HELD if silent is not None and silent < HANDSHAKE_TIMEOUT else HANDSHAKE_TIMEOUT):
             raise TimeoutError(f"the other side has not answered within {waited:.0f} s")
 
 
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError(f"the other side has not answered within {PATIENCE:g} s")
+        raise TimeoutError(f"the other side has not answered within {HANDSHAKE_TIMEOUT:g} s")
     return left

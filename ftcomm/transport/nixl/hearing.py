@@ -19,7 +19,7 @@ from ftcomm.transport.nixl import frames
 from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.library import describe
 
-PATIENCE = 1.0  # s for what it tells itself: one that sends may wait for a processor while its element is empty
+HEARING_TIMEOUT = 1.0  # s for what it tells itself: one that sends may wait for a processor while its element is empty
 _LOOKS = 100  # at least, as this process may have to wait for a processor itself; a few are enough for who hears
 _GLANCE = 200e-6  # s between two looks
 
@@ -48,7 +48,7 @@ class HearingProbe:
         self._agent = endpoint.library.agent(f"{endpoint.names[0]}.probe", endpoint.devices[0], endpoint.network)
         self._known: set[str] = set()  # for ever: UCX does not unmap the queues of a connection that was closed
 
-    def reaches(self, endpoint: NixlEndpoint, seconds: float = PATIENCE) -> bool:
+    def reaches(self, endpoint: NixlEndpoint, seconds: float = HEARING_TIMEOUT) -> bool:
         """Whether all agents of `endpoint` hear it. Blocks for at least so many seconds if not. Raises `TransportError`
         if that cannot be told."""
         receivers = {name: _ProbeReceiver() for name in endpoint.names}

@@ -109,12 +109,12 @@ class NixlMirror(Peer):
             waited = time.monotonic() - begun
             if waited > handshake.SOON and not doubt:
                 raise handshake.NothingCame(f"nothing was put within {waited:.1f} s")
-            if waited > handshake.PATIENCE:
+            if waited > handshake.HANDSHAKE_TIMEOUT:
                 there = answer.kind
                 raise TransportError(
-                    f"nothing that replica {self.replica} puts gets here within {handshake.PATIENCE:g} s, though it "
-                    f"answers over TCP: it has NIXL {there.nixl} on devices {there.devices}, this rank has NIXL "
-                    f"{here.nixl} on {here.devices}. Let UCX_NET_DEVICES on both sides name the network that they "
+                    f"nothing that replica {self.replica} puts gets here within {handshake.HANDSHAKE_TIMEOUT:g} s, "
+                    f"though it answers over TCP: it has NIXL {there.nixl} on devices {there.devices}, this rank has "
+                    f"NIXL {here.nixl} on {here.devices}. Let UCX_NET_DEVICES on both sides name the network that they "
                     f"share, open its ports, and look at `ftcomm doctor`. {MEND}"
                 )
             if not moved:

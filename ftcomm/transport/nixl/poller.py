@@ -18,7 +18,7 @@ _ROUNDS = 32  # looks before a sleep, with a yield after each
 _SHORT = 20e-6  # seconds of the first sleep; each is longer than the last
 _GROWS = 1.5
 _LONG = 0.01
-_PATIENCE = 5 * MAX_SLEEP  # s without news before it looks around, which costs as much as ten looks
+_LONGEST_WAIT = 5 * MAX_SLEEP  # s without news before it looks around, which costs as much as ten looks
 _AWHILE = 0.001  # s of a sleep after which nothing is expected soon
 
 
@@ -44,8 +44,8 @@ class NixlPoller(Poller):
 
     def wait(self, clogged: Iterable[MirrorWriter], look: Callable[[], bool] | None = None) -> bool:
         """Wait. True once a frame has come or a put has ended. False at an interrupt, and after `MAX_SLEEP` seconds
-        without, or `_PATIENCE` if nothing has come for long. `look` is not asked, since all peers are reached by NIXL.
-        """
+        without, or `_LONGEST_WAIT` if nothing has come for long. `look` is not asked, since all peers are reached by
+        NIXL."""
         waiter = self._waiter
         for _ in range(1 if self._pause > _AWHILE else _ROUNDS):
             if self.pump():
@@ -54,7 +54,7 @@ class NixlPoller(Poller):
             if waiter.interrupted:
                 return False
             os.sched_yield()
-        end = time.monotonic() + (MAX_SLEEP if self._pause < _LONG else _PATIENCE)
+        end = time.monotonic() + (MAX_SLEEP if self._pause < _LONG else _LONGEST_WAIT)
         while (left := end - time.monotonic()) > 0 and not waiter.interrupted:
             self._pause = min(_LONG, max(_SHORT, _GROWS * self._pause))
             for endpoint in self._endpoints:

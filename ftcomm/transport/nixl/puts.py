@@ -6,7 +6,7 @@ and to post it again 5. So puts are kept ready by place.
 The sender is told when its put has ended, and then announces it (`ftcomm.transport.nixl.writer`). NIXL can put and
 notify in one call, which costs 30 us more than the put; a separate notification costs 7, and serves for several puts.
 
-NIXL has no deadline. A put without progress for `patience` seconds counts as failed, like one that ends with an error:
+NIXL has no deadline. A put without progress for `timeout` seconds counts as failed, like one that ends with an error:
 then it is unknown what it has written or will write, and that mirror is not written to again.
 
 If a put to a known target cannot be prepared, the fault is in this process: nothing has left it. Then everything is
@@ -83,8 +83,8 @@ class Remote:
 class Puts:
     """The puts of one endpoint. All methods need its lock."""
 
-    def __init__(self, library: NixlLibrary, agents: Sequence[Any], patience: float) -> None:
-        self._errors, self._agents, self.patience = library.errors, agents, patience
+    def __init__(self, library: NixlLibrary, agents: Sequence[Any], timeout: float) -> None:
+        self._errors, self._agents, self.timeout = library.errors, agents, timeout
         self.registrations = Registrations(self.register, self.deregister, self._forget_region)
         self.flying: list[Put] = []
         self._remotes: set[Remote] = set()  # peers with puts kept ready
@@ -228,7 +228,7 @@ class Puts:
         if state == "DONE":
             self._done(put)
             return ""
-        if state == "PROC" and waited < self.patience:
+        if state == "PROC" and waited < self.timeout:
             return None
         return f"a put of {nbytes} bytes is at {state} after {waited:.1f} s"
 

@@ -19,7 +19,7 @@ from ftcomm.transport.tcp.mirror import TcpMirror
 _ROUNDS = 4  # looks before a sleep, with a yield after each
 _AWHILE = 10  # idle sleeps; after them a sleep may be longer
 _LONG = 5 * MAX_SLEEP  # s of those. Frames, room and interrupts end them, so only a look may be late
-_PATIENCE = 0.002  # s; the longest sleep if some peers wake only sleepers on their words
+_WORDS_SLEEP = 0.002  # s; the longest sleep if some peers wake only sleepers on their words
 
 
 class TcpPoller(Poller):
@@ -46,7 +46,7 @@ class TcpPoller(Poller):
             self._to_come.remove(peer)
             self._listen(peer)
         noticed = look is None and not self._to_come  # all that may come rings, without a look
-        patience = _LONG if noticed and self._idle >= _AWHILE else MAX_SLEEP
+        longest = _LONG if noticed and self._idle >= _AWHILE else MAX_SLEEP
         for _ in range(1 if self._idle else _ROUNDS):
             if self._pump(fd for fd, _ in poll.poll(0)):
                 return True
@@ -59,7 +59,7 @@ class TcpPoller(Poller):
         for fd in writers:
             poll.register(fd, select.POLLOUT)
         try:
-            end = time.monotonic() + (patience if self.peers else _PATIENCE)
+            end = time.monotonic() + (longest if self.peers else _WORDS_SLEEP)
             while (left := end - time.monotonic()) > 0 and not waiter.interrupted:
                 ready = waiter.poll_sleep(poll, left, look)
                 if ready is None or self._pump(ready) or not writers.isdisjoint(ready):

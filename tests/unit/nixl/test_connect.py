@@ -46,7 +46,7 @@ def test_nobody_gets_through(link: Link, monkeypatch: pytest.MonkeyPatch) -> Non
     passed = [0.0]  # seconds, when all is said but what goes by NIXL
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
     monkeypatch.setattr(mirror, "time", clock)
-    monkeypatch.setattr(NixlMirrorWriter, "greet", lambda *args: passed.append(passed.pop() + hello.PATIENCE))
+    monkeypatch.setattr(NixlMirrorWriter, "greet", lambda *args: passed.append(passed.pop() + hello.HANDSHAKE_TIMEOUT))
     with pytest.raises(ExceptionPair) as caught:
         link.connect()
     text = str(caught.value.args[1])
@@ -56,7 +56,7 @@ def test_nobody_gets_through(link: Link, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_who_says_nothing_is_not_waited_for(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hello, "PATIENCE", 0.2)
+    monkeypatch.setattr(hello, "HANDSHAKE_TIMEOUT", 0.2)
     near, far = socket.socketpair()
     with pytest.raises((TimeoutError, OSError)):
         link.reader.connect(0, EPOCH, NONCE, lambda: near, lambda *args: None)

@@ -204,7 +204,7 @@ def test_a_put_that_never_ends_has_a_deadline(
     for each in endpoint._agents:
         monkeypatch.setattr(each, "transfer", lambda handle: "PROC")
         monkeypatch.setattr(each, "check_xfer_state", lambda handle: "PROC")
-    monkeypatch.setattr(endpoint.puts, "patience", 0.01)
+    monkeypatch.setattr(endpoint.puts, "timeout", 0.01)
     reader.send(POSTED, BEGUN | 1, 0, memoryview(np.zeros(CHUNK, np.uint8)), (1, 0, 0))
     reader.flush()
     until(lambda: bool(link.heard), "nobody is told")
