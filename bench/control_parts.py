@@ -1,7 +1,7 @@
 """The processes of `ftcomm bench control`, each of which is told what to do by lines of JSON and answers in lines.
 
     coordinator    the production `CoordinatorServer`, with a file of views
-    leader         the production `Agent` of rank 0 of a replica, whose engine moves no data
+    leader         the production `Agent` of rank 0 of a replica, whose data plane moves no data
     ranks          all other ranks of some columns: `LightRank`
 
     python -m ftcomm.bench.control_parts ROLE '{"replicas": 2, ...}'
@@ -37,7 +37,7 @@ from ftcomm.control import liveness
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.agent import Agent, Gone
-from ftcomm.control.engine import Engine
+from ftcomm.control.data_plane import DataPlane
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.limits import RANKS
 from ftcomm.control.links import Link, Listener, listen
@@ -142,8 +142,8 @@ async def coordinator(setup: Setup) -> None:
 # -- a leader ----------------------------------------------------------------------------------------------------------
 
 
-class NoData(Engine):
-    """An engine without data, which says when it goes on in a view. What it leaves out does nothing."""
+class NoData(DataPlane):
+    """A data plane without data, which says when it goes on in a view. What it leaves out does nothing."""
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
         quiesced()

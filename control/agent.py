@@ -1,6 +1,6 @@
 """The control thread of one rank, which runs its `RankNode` over real sockets and time, and in rank 0 the `LeaderNode`.
 
-The user's code calls from its own threads; the event loop lives in a daemon thread. An `Engine` moves the data. It is
+The user's code calls from its own threads; the event loop lives in a daemon thread. A `DataPlane` moves the data. It is
 injected, so that this package knows nothing of arrays or memory.
 """
 
@@ -21,8 +21,8 @@ from ftcomm.control import actions as act
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
+from ftcomm.control.data_plane import DataPlane
 from ftcomm.control.directory import Directory
-from ftcomm.control.engine import Engine
 from ftcomm.control.failed_dials import cause_of, shortage
 from ftcomm.control.hopeless import ask_again_and_again
 from ftcomm.control.incoming import Handler, IncomingConnections
@@ -58,7 +58,7 @@ class Agent:
 
     def __init__(
         self,
-        engine: Engine,
+        data_plane: DataPlane,
         *,
         coordinator: tuple[str, int],
         credentials: handshake.Credentials,
@@ -74,7 +74,7 @@ class Agent:
         on_start: Callable[[], object] = lambda: None,
     ) -> None:
         """`on_start` is called first in the control thread, which lives for as long as this rank takes part."""
-        self.engine = engine
+        self.data_plane = data_plane
         self.replica, self.shard = replica, shard
         self._coordinator, self._credentials = coordinator, credentials
         self._leader_address, self._leader_socket = leader, leader_socket
@@ -125,7 +125,7 @@ class Agent:
             on_back=lambda peer: self._do(self._node.peer_back, peer),
         )
         self._entry = ViewEntry(
-            *(replica, shard, engine, self._node, self._peers, timeouts.beat, self._loop),
+            *(replica, shard, data_plane, self._node, self._peers, timeouts.beat, self._loop),
             do=self._do,
             call=self._call,
             spawn=self._spawn,
@@ -269,7 +269,7 @@ class Agent:
         self._soon(self._node.severed, replica, epoch, reason, time.monotonic())
 
     def failed(self, reason: str) -> None:
-        """Report that the engine cannot go on. Any thread."""
+        """Report that the data plane cannot go on. Any thread."""
         self._soon(self._node.failed, reason)
 
     def finish(self, timeout: float) -> None:
@@ -419,7 +419,7 @@ class Agent:
             await asyncio.sleep(self._timeouts.beat)
             self._look()
             self._tick(time.monotonic())
-            self.engine.wake()
+            self.data_plane.wake()
 
     def _tick(self, now: float) -> None:
         if self._joined_to is not None:
@@ -456,7 +456,7 @@ class Agent:
         self._peers.watch_again()
         peers = self._peers.unanswered()
         self._do(self._node.peers_acknowledged, {replica: now - seconds for replica, seconds in peers.items()})
-        self._do(self._node.reaching, self.engine.reaching())
+        self._do(self._node.reaching, self.data_plane.reaching())
 
     def _lost(self, view: View, replica: int, reason: str) -> None:
         self._do(self._node.peer_lost, replica, view.epoch, reason, True)
@@ -528,10 +528,10 @@ class Agent:
             elif isinstance(action, act.Resume):
                 self._spawn(self._entry.resume(action.view, action.progress))
             elif isinstance(action, n.LookAtWaits):
-                op, waiting_on = self.engine.stalls(self._timeouts.beat) or (0, ())
+                op, waiting_on = self.data_plane.stalls(self._timeouts.beat) or (0, ())
                 self._do(self._node.waits, op, waiting_on)
             elif isinstance(action, n.HandWaits):
-                self.engine.waited(action.seconds)
+                self.data_plane.waited(action.seconds)
             elif isinstance(action, n.WaitOn):
                 self._wait_on(action.seconds, action.excused)
             elif isinstance(action, act.Passed):
@@ -557,8 +557,8 @@ class Agent:
     def _wait_on(self, unheard: float, excused: float) -> None:
         """Let all waits go on, and say so once in the time of an op if there are any."""
         self._excused += excused
-        self.engine.wait_on(excused)
-        stalls, now = self.engine.stalls(self._timeouts.op_floor), time.monotonic()
+        self.data_plane.wait_on(excused)
+        stalls, now = self.data_plane.stalls(self._timeouts.op_floor), time.monotonic()
         missing = self._node.waiting()[1] or (() if stalls is None else stalls[1])
         if not missing or now - self._said_waits < self._timeouts.op:
             return
@@ -577,7 +577,7 @@ class Agent:
     def _end(self, reason: str, ending: m.Ending) -> None:
         """End the control thread and close its connections, so that no rank waits for this one."""
         self._up.news = News(reason)
-        self.engine.fail(reason, ending)
+        self.data_plane.fail(reason, ending)
         self._up.close()
         for future in (self._known, self._joined, self._passed):
             if future is not None and not future.done():

@@ -1,4 +1,4 @@
-"""The connections that come to a rank: of other members, and of what the engine serves."""
+"""The connections that come to a rank: of other members, and of what the data plane serves."""
 
 from __future__ import annotations
 

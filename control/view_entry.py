@@ -1,4 +1,4 @@
-"""Takes a rank from one view into the next: its engine stops, says what it holds, reaches the members and goes on."""
+"""Takes a rank from one view into the next: its data plane stops, says what it holds, reaches the members, goes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ftcomm.control import messages as m
-from ftcomm.control.engine import Engine, Unreachable
+from ftcomm.control.data_plane import DataPlane, Unreachable
 from ftcomm.control.failed_dials import cause_of
 from ftcomm.control.gathered import RESUMED
 from ftcomm.control.peers import Peers
 from ftcomm.control.rank_node import RankNode
 from ftcomm.control.views import View
 
-WAKE_AGAIN = 0.001  # s between wake-ups of an engine that goes to sleep just as it is frozen: one may be missed
+WAKE_AGAIN = 0.001  # s between wake-ups of a data plane that goes to sleep just as it is frozen: one may be missed
 WAKE_UPS = 10  # then its longest sleep is over (`ftcomm.sync.futex.MAX_SLEEP`), and it has looked around
 
 
@@ -33,7 +33,7 @@ class ViewEntry:
         self,
         replica: int,
         shard: int,
-        engine: Engine,
+        data_plane: DataPlane,
         node: RankNode,
         peers: Peers,
         beat: float,
@@ -47,7 +47,7 @@ class ViewEntry:
         is_short: Callable[[BaseException], bool],
     ) -> None:
         self._replica, self._shard = replica, shard
-        self._engine, self._node, self._peers, self._beat, self._loop = engine, node, peers, beat, loop
+        self._data_plane, self._node, self._peers, self._beat, self._loop = data_plane, node, peers, beat, loop
         self._do, self._call, self._spawn = do, call, spawn
         self._joins, self._on_joined, self._is_short = joins, on_joined, is_short
         self._since = 0.0  # when this rank heard of the newest view
@@ -62,13 +62,13 @@ class ViewEntry:
             if self._node.machine.view is not view:
                 return
             try:
-                progress = self._engine.progress()
+                progress = self._data_plane.progress()
             except Exception as error:  # the exchange has failed
                 self._do(self._node.failed, str(error))
                 return
-            self._do(self._node.quiesced, view.epoch, progress, self._engine.awaited())
+            self._do(self._node.quiesced, view.epoch, progress, self._data_plane.awaited())
 
-        self._engine.freeze(lambda: self._call(quiesced))
+        self._data_plane.freeze(lambda: self._call(quiesced))
         self._spawn(self.wake(still))
 
     async def wake(self, still: asyncio.Event) -> None:
@@ -76,14 +76,14 @@ class ViewEntry:
             await asyncio.sleep(WAKE_AGAIN)
             if still.is_set():
                 return
-            self._engine.wake()
+            self._data_plane.wake()
 
     async def resume(self, view: View, progress: dict[int, m.Progress]) -> None:
         told = time.monotonic()
         severed = frozenset(replica for replica, said in progress.items() if self._replica in said.severed)
         while self._node.wants(view):
             try:
-                local = await self._in_thread(self._engine.reach, view, severed)
+                local = await self._in_thread(self._data_plane.reach, view, severed)
                 break
             except Exception as error:
                 if self._node.wants(view) and not self._is_short(error):
@@ -95,7 +95,7 @@ class ViewEntry:
         if not self._node.wants(view):
             return
         self._peers.watch(view, local)
-        counts = self._engine.resume(view, progress)
+        counts = self._data_plane.resume(view, progress)
         times = {"told_ms": 1e3 * (told - self._since), "resume_ms": 1e3 * (time.monotonic() - self._since)}
         joins = self._joins()
         self._do(self._node.resumed, view)

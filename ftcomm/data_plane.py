@@ -10,7 +10,7 @@ from ftcomm.collective.placement import order
 from ftcomm.communicator import JobCommunicator
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
-from ftcomm.control.engine import Unreachable
+from ftcomm.control.data_plane import Unreachable
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError, FtcommError, TooLateError, TransportError
@@ -27,7 +27,7 @@ def expelled(who: str, reason: str, ending: m.Ending) -> ExpelledError:
 
 
 class LocalDataPlane:
-    """The `ftcomm.control.engine.Engine` that the control thread drives, of rank `rank` of a replica.
+    """The `ftcomm.control.data_plane.DataPlane` that the control thread drives, of rank `rank` of a replica.
 
     `dial(there, fields)` connects to the same rank of another replica, `on_view` is told of every view before any op
     runs in it, `on_failed` of the error with which this rank ends.

@@ -226,7 +226,7 @@ class SubgroupInternals:
             self._wait_for(view.epoch, timeout, f"they have come to the view of epoch {view.epoch}")
 
     def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
-        """Tells for whom this group waits, as `Engine.stalls` does. Any thread."""
+        """Tells for whom this group waits, as `DataPlane.stalls` does. Any thread."""
         stall = self.exchange.waiting(seconds)
         if stall is not None:
             return stall.op, stall.waiting_on

@@ -16,7 +16,7 @@ from ftcomm.control.links import listen
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
-from tests.idle_engine import IdleEngine
+from tests.idle_data_plane import IdleDataPlane
 from tests.peers_rig import CREDENTIALS, DEADLINE
 
 
@@ -86,7 +86,7 @@ class Job:
         sock = listen("127.0.0.1", 0)
         nonce = f"{replica:016x}{rank:016x}"
         made = Agent(
-            IdleEngine(),
+            IdleDataPlane(),
             coordinator=("127.0.0.1", int(self.server.endpoint.rpartition(":")[2])),
             credentials=CREDENTIALS,
             replica=replica,

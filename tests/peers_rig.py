@@ -17,7 +17,7 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.views import NO_ADDRESSES, Member
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import TIMEOUTS
-from tests.idle_engine import IdleEngine
+from tests.idle_data_plane import IdleDataPlane
 
 CREDENTIALS = handshake.Credentials("secret")
 DEADLINE = 60.0
@@ -109,7 +109,7 @@ def an_agent(ranks: int = 2, coordinator: socket.socket | None = None) -> Iterat
     """Rank 0 of replica 0, which never reaches its coordinator unless there is one, and where it listens."""
     sock, nowhere = listen("127.0.0.1", 0), coordinator or listen("127.0.0.1", 0)
     agent = Agent(
-        IdleEngine(),  # type: ignore[arg-type]
+        IdleDataPlane(),  # type: ignore[arg-type]
         coordinator=nowhere.getsockname(),
         credentials=CREDENTIALS,
         replica=0,

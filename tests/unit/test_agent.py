@@ -35,7 +35,7 @@ def test_an_engine_that_does_not_stop_is_woken_for_as_long_as_it_may_have_missed
     """Its longest sleep ends by itself, and then it has looked around: to wake it for ever takes a core."""
     with an_agent(1) as (agent, _):
         woken: list[None] = []
-        agent.engine.wake = lambda: woken.append(None)  # type: ignore[method-assign]
+        agent.data_plane.wake = lambda: woken.append(None)  # type: ignore[method-assign]
         asyncio.run(asyncio.wait_for(agent._entry.wake(asyncio.Event()), TIMEOUTS.op))
     assert len(woken) * WAKE_AGAIN >= MAX_SLEEP
     assert len(woken) == WAKE_UPS
@@ -45,8 +45,8 @@ def test_a_boundary_says_why_the_rank_has_failed_before_that_is_carried_out(monk
     """The script may come to it between the two, in a thread of its own."""
     with an_agent(1) as (agent, _):
         monkeypatch.setattr(agent, "_carry_out", lambda actions: None)
-        agent._do(agent._node.failed, "the engine was interrupted")
-        with pytest.raises(Gone, match="the engine was interrupted"):
+        agent._do(agent._node.failed, "the data plane was interrupted")
+        with pytest.raises(Gone, match="the data plane was interrupted"):
             agent.boundary(0, 1.0)
 
 
@@ -92,7 +92,7 @@ def test_an_error_in_the_control_thread_fails_what_waits_for_it(ends: bool, monk
         agents = [job.agent(replica, 0) for replica in range(2)]
         for one in agents:
             assert one.register(DEADLINE)
-        monkeypatch.setattr(agents[0].engine, "fail", lambda reason, ending: (failed.append(reason), told.set()))
+        monkeypatch.setattr(agents[0].data_plane, "fail", lambda reason, ending: (failed.append(reason), told.set()))
         monkeypatch.setattr(agents[0]._node, "severed", fails)
         agents[0].severed(1, 1, "its connection was closed")
         assert told.wait(DEADLINE)
@@ -170,10 +170,10 @@ def test_who_waits_on_without_a_coordinator_says_once_in_the_time_of_an_op_what_
     try:
         agent = job.agent(0, 0)
         agent.register(DEADLINE)
-        monkeypatch.setattr(agent.engine, "wait_on", told.append)
+        monkeypatch.setattr(agent.data_plane, "wait_on", told.append)
         with caplog.at_level(logging.WARNING, "ftcomm.control"):
             agent._wait_on(19.0, 1.0)  # nothing waits
-            monkeypatch.setattr(agent.engine, "stalls", lambda seconds: (7, (1, 3)))
+            monkeypatch.setattr(agent.data_plane, "stalls", lambda seconds: (7, (1, 3)))
             monkeypatch.setattr(agent._up, "refused", HandshakeError("it is of another job"))
             agent._wait_on(20.0, 1.0)
             agent._wait_on(21.0, 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ftcomm.control import views
-from ftcomm.control.engine import Unreachable
+from ftcomm.control.data_plane import Unreachable
 from ftcomm.data_plane import LocalDataPlane
 from ftcomm.transport import connector
 from ftcomm.transport.base import Peer
@@ -20,7 +20,7 @@ from tests.exchange_rig import DEADLINE, Caller, data_plane
 
 @dataclasses.dataclass
 class Way:
-    """An `Engine` of replica 0, whose connections are those that the test makes."""
+    """A data plane of replica 0, whose connections are those that the test makes."""
 
     made: list[Peer] = dataclasses.field(default_factory=list)
     closed: list[Peer] = dataclasses.field(default_factory=list)
@@ -42,7 +42,7 @@ class Way:
         return peer
 
 
-def engine(algorithm: str = "auto") -> LocalDataPlane:
+def local_data_plane(algorithm: str = "auto") -> LocalDataPlane:
     return data_plane("tcp", algorithm=algorithm)[0]
 
 
@@ -56,7 +56,7 @@ def a_view(epoch: int, members: str = "0 1") -> views.View:
 def test_a_connection_that_comes_after_its_view_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     way = Way(slow=1)
     monkeypatch.setattr(connector, "connect", way.connect)
-    subject = engine()
+    subject = local_data_plane()
     late = Caller.start(subject.reach, a_view(1))
     assert way.dialling.wait(DEADLINE)
     subject.reach(a_view(2))
@@ -81,7 +81,7 @@ HISTORY = [  # views, and whom replica 0 dials for each
 def test_a_view_change_dials_those_alone_who_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     way = Way()
     monkeypatch.setattr(connector, "connect", way.connect)
-    subject = engine()
+    subject = local_data_plane()
     for epoch, (members, dialled) in enumerate(HISTORY, start=1):
         before = len(way.made)
         subject.reach(a_view(epoch, members))
@@ -92,7 +92,7 @@ def test_a_view_change_dials_those_alone_who_are_new(monkeypatch: pytest.MonkeyP
 def test_a_view_that_is_never_entered_costs_no_further_dials(monkeypatch: pytest.MonkeyPatch) -> None:
     way = Way()
     monkeypatch.setattr(connector, "connect", way.connect)
-    subject = engine()
+    subject = local_data_plane()
     subject.reach(a_view(1, "0 1 2"))
     subject.resume(a_view(1, "0 1 2"), {})
     for epoch, members in ((2, "0 1 2 3"), (3, "0 1 3"), (4, "0 1 3")):
@@ -105,7 +105,7 @@ def test_a_view_that_is_never_entered_costs_no_further_dials(monkeypatch: pytest
 def test_a_connection_that_has_ended_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     way = Way()
     monkeypatch.setattr(connector, "connect", way.connect)
-    subject = engine()
+    subject = local_data_plane()
     subject.reach(a_view(1))
     subject.resume(a_view(1), {})
     way.made[0].close()
@@ -117,7 +117,7 @@ def test_who_was_out_of_the_job_before_it_ran_makes_new_connections(monkeypatch:
     """A joiner is told of a view, which is given up, and of another: the others may have closed what they had."""
     way = Way()
     monkeypatch.setattr(connector, "connect", way.connect)
-    subject = engine()
+    subject = local_data_plane()
     subject.reach(a_view(5))
     subject.reach(a_view(7))
     subject.resume(a_view(7), {})
@@ -141,7 +141,7 @@ def test_who_has_been_out_in_between_is_dialled_again(monkeypatch: pytest.Monkey
     """Somebody else's joining was given up in the same way, and he comes with the same life."""
     way = Way()
     monkeypatch.setattr(connector, "connect", way.connect)
-    subject = engine()
+    subject = local_data_plane()
     subject.reach(a_view(1, "0 1"))
     subject.resume(a_view(1, "0 1"), {})
     for epoch, members in ((2, "0 1 2"), (3, "0 1"), (4, "0 1 2")):
@@ -154,7 +154,7 @@ def test_a_connection_that_the_other_end_has_lost_serves_in_no_later_view(monkey
     has accepted that."""
     way = Way(slow=2)
     monkeypatch.setattr(connector, "connect", way.connect)
-    subject = engine()
+    subject = local_data_plane()
     subject.reach(a_view(1))
     subject.resume(a_view(1), {})
     late = Caller.start(subject.reach, a_view(2), frozenset({1}))
@@ -173,7 +173,7 @@ def test_a_peer_for_which_no_thread_can_be_started_is_unreachable(monkeypatch: p
 
     monkeypatch.setattr(connector, "connect", connect)
     with pytest.raises(Unreachable, match="new thread") as raised:
-        engine().reach(a_view(1))
+        local_data_plane().reach(a_view(1))
     assert raised.value.replica == 1
 
 

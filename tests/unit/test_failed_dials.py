@@ -86,7 +86,7 @@ def test_what_this_process_lacks_says_nothing_of_the_other(call: str, mend: str)
     script = f"""
 import asyncio, os, resource, threading
 from ftcomm.control import handshake, links, wire
-from ftcomm.control.engine import Unreachable
+from ftcomm.control.data_plane import Unreachable
 from ftcomm.control.failed_dials import shortage
 loop = asyncio.new_event_loop()
 asyncio.run = loop.run_until_complete

@@ -18,7 +18,7 @@ from ftcomm.transport import connect
 from ftcomm.transport.connector import Connector
 from ftcomm.transport.segment import POSTED
 from tests.exchange_rig import DEADLINE, Caller, Member, Rig
-from tests.unit.test_data_plane import Way, a_view, engine
+from tests.unit.test_data_plane import Way, a_view, local_data_plane
 
 LARGE, SMALL = 300_000, 100  # of float64: several chunks that go around, and an op that does not
 MEMBERS = range(6)  # in the rig's ring 0 2 4 1 3 5
@@ -118,7 +118,7 @@ def test_an_engine_dials_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -
         return way.connect(me, here, replica, there, epoch=epoch)
 
     monkeypatch.setattr("ftcomm.transport.connector.connect", connect)
-    subject = engine("ring")
+    subject = local_data_plane("ring")
     subject.reach(a_view(1, "0 1 2 3 4"))
     assert lazy == {1: False, 2: True, 3: True, 4: False}
 

@@ -26,7 +26,7 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
 from ftcomm.control.witness import PURPOSE, Charge, Witness, dismissed
-from tests.idle_engine import IdleEngine
+from tests.idle_data_plane import IdleDataPlane
 
 DEADLINE = 60.0
 NEVER = 600.0  # s, longer than any test
@@ -270,7 +270,7 @@ class Replica:
         sock = listen("127.0.0.1", 0)
         there = (host, sock.getsockname()[1])
         agent = Agent(
-            IdleEngine(),  # type: ignore[arg-type]
+            IdleDataPlane(),  # type: ignore[arg-type]
             coordinator=self._nowhere.getsockname(),
             credentials=CREDENTIALS,
             replica=0,

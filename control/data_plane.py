@@ -1,4 +1,4 @@
-"""The interface of what the control thread drives, so that it need know nothing of arrays or memory."""
+"""The interface of the data plane, as the control thread drives it, which so knows nothing of arrays or memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ftcomm.control import messages as m
 from ftcomm.control.views import View
 
 
-class Engine(Protocol):
-    """The engine that the agent drives. None of its calls blocks except `reach`, which runs in a thread of its own."""
+class DataPlane(Protocol):
+    """The data plane of a rank. None of its calls blocks except `reach`, which runs in a thread of its own."""
 
     def freeze(self, quiesced: Callable[[], None]) -> None: ...
 
     def wake(self) -> None:
-        """Look around: the engine is to stop, or a beat has passed."""
+        """Look around: it is to stop, or a beat has passed."""
 
     def progress(self) -> m.Progress: ...
 

@@ -8,8 +8,8 @@ from ftcomm.control import messages as m
 from ftcomm.control.views import View
 
 
-class IdleEngine:
-    """An engine that has nothing to do."""
+class IdleDataPlane:
+    """A data plane that has nothing to do."""
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
         quiesced()

@@ -22,7 +22,7 @@ class Rig:
         self.segments: list[Segment] = []
         self.reached: list[str] = []
         self.left: list[str] = []
-        self.engine, self.communicator = data_plane(
+        self.data_plane, self.communicator = data_plane(
             "shm",
             on_reached=lambda peer: self.reached.append(peer.nonce),
             on_left=lambda peer: self.left.append(peer.nonce),
@@ -50,8 +50,8 @@ def rig() -> Iterator[Rig]:
 def test_who_is_in_no_view_any_more_is_left(rig: Rig) -> None:
     one, two = rig.address(), rig.address()
     for view in (rig.view(1, one, two), rig.view(2, one)):
-        rig.engine.reach(view)
-        rig.engine.resume(view, {})
+        rig.data_plane.reach(view)
+        rig.data_plane.resume(view, {})
     assert rig.reached == [one.nonce, two.nonce]
     assert rig.left == [two.nonce]
 
@@ -59,12 +59,12 @@ def test_who_is_in_no_view_any_more_is_left(rig: Rig) -> None:
 def test_who_was_reached_for_a_view_that_was_never_entered_is_left(rig: Rig) -> None:
     one, two = rig.address(), rig.address()
     views = rig.view(1, one), rig.view(2, one, two), rig.view(3, one)
-    rig.engine.reach(views[0])
-    rig.engine.resume(views[0], {})
-    rig.engine.reach(views[1])
-    rig.engine.reach(views[2])
+    rig.data_plane.reach(views[0])
+    rig.data_plane.resume(views[0], {})
+    rig.data_plane.reach(views[1])
+    rig.data_plane.reach(views[2])
     assert rig.left == []
-    rig.engine.resume(views[2], {})
+    rig.data_plane.resume(views[2], {})
     assert rig.left == [two.nonce]
 
 
@@ -72,11 +72,11 @@ def test_who_is_needed_by_a_view_to_come_is_kept(rig: Rig) -> None:
     one, two = rig.address(), rig.address()
     views = rig.view(1, one, two), rig.view(2, one), rig.view(3, one, two)
     for view in views:
-        rig.engine.reach(view)
+        rig.data_plane.reach(view)
     for view in views[:2]:
-        rig.engine.resume(view, {})
+        rig.data_plane.resume(view, {})
     assert rig.left == []
-    rig.engine.resume(views[2], {})
+    rig.data_plane.resume(views[2], {})
     assert rig.left == []
 
 
@@ -87,10 +87,10 @@ def test_who_comes_too_late_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
 
     def slow(*args: Any, **options: Any) -> Any:
         peer = connect(*args, **options)
-        rig.engine.reach(rig.view(2))
-        rig.engine.resume(rig.view(2), {})
+        rig.data_plane.reach(rig.view(2))
+        rig.data_plane.resume(rig.view(2), {})
         return peer
 
     monkeypatch.setattr(connector, "connect", slow)
-    rig.engine.reach(rig.view(1, one))
+    rig.data_plane.reach(rig.view(1, one))
     assert rig.reached == rig.left == [one.nonce]
