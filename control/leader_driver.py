@@ -9,10 +9,10 @@ from typing import Any
 
 from ftcomm.control import directory, handshake
 from ftcomm.control import messages as m
-from ftcomm.control.knock import Knock
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import Told, serve_messages
+from ftcomm.control.probe import ProbeConnection
 from ftcomm.control.sealed import Channel
 from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
@@ -127,11 +127,11 @@ class LeaderDriver:
         silence of the rank will tell."""
         there = self.node.leader.addresses[shard]
         begun = time.monotonic()
-        knock: Knock | None = None
+        connection: ProbeConnection | None = None
         try:
             while shard not in self.ranks and self.up.link is not None:
-                knock = knock or Knock(there, self._credentials, "asked", {})
-                outcome = await knock.outcome(self._timeouts.presence)
+                connection = connection or ProbeConnection(there, self._credentials, "asked", {})
+                outcome = await connection.outcome(self._timeouts.presence)
                 now = time.monotonic()
                 if shard in self.ranks:
                     return
@@ -145,9 +145,9 @@ class LeaderDriver:
                 ):
                     self._do(self.node.rank_acknowledged, shard, now)
                 if outcome is not ProbeOutcome.MUTE:
-                    knock.close()
-                    knock = None
+                    connection.close()
+                    connection = None
                 await asyncio.sleep(self._timeouts.beat)
         finally:
-            if knock is not None:
-                knock.close()
+            if connection is not None:
+                connection.close()

@@ -19,10 +19,10 @@ from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import handshake, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.dropped import drop
-from ftcomm.control.knock import KERNEL, Knocks
 from ftcomm.control.links import Listener, Told, serve_messages
 from ftcomm.control.liveness import boot, state_of
 from ftcomm.control.port import Port
+from ftcomm.control.probe import KERNEL, Prober
 from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.suspicion import Probe, Why
@@ -88,7 +88,7 @@ class CoordinatorServer:
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._probes: set[asyncio.Task[None]] = set()
-        self._knocks = Knocks(credentials)
+        self._prober = Prober(credentials)
         self._keep_task: asyncio.Task[None] | None = None
         self._waiting: deque[ca.Action] = deque()  # actions that wait for a view to be written
         self._writing: asyncio.Future[None] | None = None
@@ -219,7 +219,7 @@ class CoordinatorServer:
             if task is not None:
                 task.cancel()
         self._ticker = self._writing = None
-        self._knocks.only(frozenset())
+        self._prober.only(frozenset())
         if self._listener is not None:
             await self._listener.close()
             self._listener = None
@@ -296,7 +296,7 @@ class CoordinatorServer:
 
     def _ask_kernels(self, machine: c.Coordinator) -> None:
         """Look which kernels have acknowledged what they were sent, then send the next ping."""
-        self._knocks.only(machine.lives)
+        self._prober.only(machine.lives)
         ping = m.Ping()
         for conn, writer in self._writers.items():
             seconds = writer.unanswered()
@@ -315,7 +315,7 @@ class CoordinatorServer:
             fields = {"port": self._port.number} if self._anywhere else {"host": self._host, "port": self._port.number}
         # An accused process has that long to answer; a silent one is probed again in any case.
         timeout = KERNEL if probe.why in (Why.ACCUSED, Why.SEVERED) else self._presence
-        outcome = await self._knocks.outcome(probe, purpose, fields, timeout)
+        outcome = await self._prober.outcome(probe, purpose, fields, timeout)
         if machine is not None and machine is self._machine:
             self._do(machine.probed(probe, outcome, time.monotonic()))
 

@@ -1,4 +1,4 @@
-"""Decides which process to probe when, and what follows from the outcome. Pure. `ftcomm.control.knock` lists the
+"""Decides which process to probe when, and what follows from the outcome. Pure. `ftcomm.control.probe` lists the
 outcomes.
 
     search     a member is not heard: probe the port of its leader again and again until it is heard
@@ -39,7 +39,7 @@ class Why(enum.Enum):
 
 
 class ProbeOutcome(enum.Enum):
-    """The outcome of a knock; `ftcomm.control.knock` says what each means."""
+    """The outcome of a probe; `ftcomm.control.probe` says what each means."""
 
     ANSWERED = "answered"
     MUTE = "mute"
@@ -50,7 +50,7 @@ class ProbeOutcome(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Knock at `address`, and report the outcome by `probed`. The probe is about rank `shard` of that life.
+    """Probe the process at `address`, and report the outcome by `probed`. It is about rank `shard` of that life.
 
     With `call`, if it answers and that replica is not connecting yet, tell it there where this coordinator is: it may
     still hold a connection to an earlier one.

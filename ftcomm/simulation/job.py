@@ -102,7 +102,7 @@ class SimulatedCoordinator(Process):
             elif kind is Probe:
                 port = action.address.pid  # type: ignore[union-attr]
                 asks = action.why in (Why.ACCUSED, Why.SEVERED)  # type: ignore[union-attr]
-                self._job.network.knock(self, port, functools.partial(self._probed, action), awaits_mute=asks)  # type: ignore[arg-type]
+                self._job.network.probe(self, port, functools.partial(self._probed, action), awaits_mute=asks)  # type: ignore[arg-type]
             elif kind is ca.Unfit:
                 self.say("decides nothing more: %s", action.reason)  # type: ignore[union-attr]
                 self._job.kill_coordinator()

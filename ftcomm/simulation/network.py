@@ -7,7 +7,7 @@ the connection up, of which the other end then hears nothing as long as the path
 that loses power says nothing at all.
 
 A kernel answers for its processes, also for one that is stopped, or holds its interpreter: it acknowledges what comes
-(`SimulatedConnection.unanswered`), and takes connections to its ports (`SimulatedNetwork.knock`). It does so for a
+(`SimulatedConnection.unanswered`), and takes connections to its ports (`SimulatedNetwork.probe`). It does so for a
 process that has ended, too, as long as a child that has inherited its connections lives.
 
 `rough` takes the order and the uniqueness away that TCP gives, from the links between members, whose machines are
@@ -41,7 +41,7 @@ class NetworkConditions:
     retransmission: float = 0.05  # doubled for each loss of the same packet
     user_timeout: float = 6.0  # after which a silent connection is given up
     dial_timeout: float = 5.0
-    knock_timeout: float = 1.0
+    probe_timeout: float = 1.0
     rough: float = 0.0  # of a message between members that comes twice, or late
     checked: float = 0.01  # of a message whose way over the wire is tried
 
@@ -302,11 +302,11 @@ class SimulatedNetwork:
             return False
         return (target.alive and target.frozen) or target in self._survived
 
-    def knock(
+    def probe(
         self, dialler: Process, port: int, tell: Callable[[ProbeOutcome], object], *, awaits_mute: bool = False
     ) -> None:
-        """Does what `ftcomm.control.knock` does: `tell` what is found at that port. `awaits_mute`: its process has
-        `knock_timeout` to answer."""
+        """Does what `ftcomm.control.probe` does: `tell` what is found at that port. `awaits_mute`: its process has
+        `probe_timeout` to answer."""
         told: list[ProbeOutcome] = []
 
         def found(outcome: ProbeOutcome) -> None:
@@ -316,7 +316,7 @@ class SimulatedNetwork:
 
         target = self.listeners[port]
         way = (dialler.host, target.host)
-        trip, late = 2 * self.conditions.latency, self.conditions.knock_timeout
+        trip, late = 2 * self.conditions.latency, self.conditions.probe_timeout
         if self._rejected(way):
             self.world.after(trip, dialler, found, ProbeOutcome.REFUSED)
         elif way in self.blocked or way[::-1] in self.blocked or target in self.dark:

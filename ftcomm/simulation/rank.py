@@ -238,7 +238,7 @@ class Rank(Process):
                 self.do(leader.rank_acknowledged(shard, self.clock()))
             self.after(self.timeouts.beat, self._seek, leader, shard, why, begun)
 
-        self.network.knock(self, there.pid, told)
+        self.network.probe(self, there.pid, told)
 
     def _tick(self) -> None:
         self.after(self.timeouts.beat, self._tick)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ftcomm.control import knock as knock_module
 from ftcomm.control import messages as m
+from ftcomm.control import probe as probe_module
 from ftcomm.control import wire
 from ftcomm.control.links import Link
 from ftcomm.control.server import CoordinatorServer
@@ -141,11 +141,11 @@ def test_a_coordinator_that_is_not_sure_of_its_store_calls_nobody_to_it(monkeypa
     store.sure = False
     calls: list[bool] = []
 
-    def knock(*there: object) -> None:
+    def connect(*there: object) -> None:
         calls.append(store.sure)
         raise OSError("nobody listens")
 
-    monkeypatch.setattr(knock_module, "Knock", knock)
+    monkeypatch.setattr(probe_module, "ProbeConnection", connect)
 
     async def run() -> None:
         server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(10.0))

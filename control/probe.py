@@ -1,4 +1,4 @@
-"""A knock at the port of a process of the job finds out whether it lives, and whether it is still the same one.
+"""Probes: connections to the port of a process of the job that find out whether it lives, and is still the same one.
 
 A kernel takes a connection whether or not the process that listens runs, and whichever process listens: the wanted one
 may have ended, and a stranger may have its port by now. So only a handshake that names the wanted process, and is
@@ -31,7 +31,7 @@ from ftcomm.control.views import Address
 KERNEL = 1.0  # s for the kernel there to answer
 
 
-class Knock:
+class ProbeConnection:
     """One connection to the process at `there`. It is kept until the process has answered, so that a process that is
     held up for long does not find a thousand of them. It belongs to an event loop, and begins at once."""
 
@@ -112,33 +112,35 @@ class Knock:
             self._sock.close()
 
 
-class Knocks:
-    """Knocks at many processes, at most one at a time for each question.
+class Prober:
+    """Probes many processes, by at most one connection at a time for each question.
 
-    A mute process is asked by the knock that is under way, and by no second one: a knock that is given up keeps its
+    A mute process is asked by the one that is under way, and by no second one: a connection that is given up keeps its
     place in the backlog of the process, and a full backlog would look like a host that is gone.
     """
 
     def __init__(self, credentials: handshake.Credentials) -> None:
         self._credentials = credentials
-        self._knocks: dict[Probe, Knock] = {}
+        self._connections: dict[Probe, ProbeConnection] = {}
 
     async def outcome(self, probe: Probe, purpose: str, fields: handshake.Fields, timeout: float) -> ProbeOutcome:
-        """Knock for `probe`, or ask the knock that is under way. See `Knock.outcome`."""
+        """Carry out `probe`, or wait for the one that is under way. See `ProbeConnection.outcome`."""
         question = dataclasses.replace(probe, call=False)
-        knock = self._knocks.get(question)
-        if knock is None or knock.over:
-            knock = self._knocks[question] = Knock(probe.address, self._credentials, purpose, fields)
-        outcome = await knock.outcome(timeout)
-        if outcome is not ProbeOutcome.MUTE and self._knocks.get(question) is knock:
-            del self._knocks[question]
-            knock.close()
+        connection = self._connections.get(question)
+        if connection is None or connection.over:
+            connection = self._connections[question] = ProbeConnection(
+                probe.address, self._credentials, purpose, fields
+            )
+        outcome = await connection.outcome(timeout)
+        if outcome is not ProbeOutcome.MUTE and self._connections.get(question) is connection:
+            del self._connections[question]
+            connection.close()
         return outcome
 
     def only(self, lives: Set[Life]) -> None:
-        """Give up all knocks that are about other lives."""
-        for question in [question for question in self._knocks if question.life not in lives]:
-            self._knocks.pop(question).close()
+        """Give up all probes of other lives."""
+        for question in [question for question in self._connections if question.life not in lives]:
+            self._connections.pop(question).close()
 
 
 def ask_often(sock: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Knocks at the port of a process: whether it lives, has ended, or another one is there."""
+"""Probes of the port of a process: whether it lives, has ended, or another one is there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftcomm.control import handshake, knock, liveness, wire
+from ftcomm.control import handshake, liveness, probe, wire
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.peers import Peers
 from ftcomm.control.server import CoordinatorServer
@@ -26,25 +26,25 @@ from tests.stopped_rig import CREDENTIALS, DEADLINE, Peer, at
 
 def found(there: Address, timeout: float = DEADLINE) -> ProbeOutcome:
     async def run() -> ProbeOutcome:
-        knocking = knock.Knock(there, CREDENTIALS, "asked", {})
+        asking = probe.ProbeConnection(there, CREDENTIALS, "asked", {})
         try:
-            return await knocking.outcome(timeout)
+            return await asking.outcome(timeout)
         finally:
-            knocking.close()
+            asking.close()
 
     return asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
-def test_a_knock_finds_a_stopped_process_and_not_one_that_has_ended(member: Peer) -> None:
+def test_a_probe_finds_a_stopped_process_and_not_one_that_has_ended(member: Peer) -> None:
     async def run() -> None:
         member.stop()
-        knocking = knock.Knock(at(member), CREDENTIALS, "asked", {})
-        assert await knocking.outcome(2.5) is ProbeOutcome.MUTE  # the kernel asks once a second
-        assert await knocking.outcome(0.0) is ProbeOutcome.MUTE
-        assert not knocking.over
+        asking = probe.ProbeConnection(at(member), CREDENTIALS, "asked", {})
+        assert await asking.outcome(2.5) is ProbeOutcome.MUTE  # the kernel asks once a second
+        assert await asking.outcome(0.0) is ProbeOutcome.MUTE
+        assert not asking.over
         member.go_on()
-        assert await knocking.outcome(DEADLINE) is ProbeOutcome.ANSWERED
-        knocking.close()
+        assert await asking.outcome(DEADLINE) is ProbeOutcome.ANSWERED
+        asking.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
     member.kill()
@@ -87,16 +87,16 @@ def test_another_process_of_the_job_at_the_port_is_an_end_where_that_is_one_port
 
 
 def test_its_own_kernel_knows_that_a_process_has_ended_whoever_has_its_port(peer: Peer) -> None:
-    """Without a message from anybody, as soon as that is so: whoever knocks need not look again."""
+    """Without a message from anybody, as soon as that is so: whoever probes need not look again."""
 
     async def run() -> None:
-        knocking = knock.Knock(at(peer, boot=liveness.boot()), CREDENTIALS, "asked", {})
-        assert await knocking.outcome(0.1) is ProbeOutcome.MUTE
-        later = asyncio.ensure_future(knocking.outcome(DEADLINE))
+        asking = probe.ProbeConnection(at(peer, boot=liveness.boot()), CREDENTIALS, "asked", {})
+        assert await asking.outcome(0.1) is ProbeOutcome.MUTE
+        later = asyncio.ensure_future(asking.outcome(DEADLINE))
         await asyncio.sleep(0)
         peer.process.kill()
         assert await later is ProbeOutcome.ENDED
-        knocking.close()
+        asking.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
     port = peer.address[1]
@@ -106,36 +106,36 @@ def test_its_own_kernel_knows_that_a_process_has_ended_whoever_has_its_port(peer
 
 
 @pytest.mark.parametrize("why", list(Why))
-def test_a_stopped_process_has_one_knock_in_its_backlog_however_often_it_is_asked(
+def test_a_stopped_process_has_one_probe_in_its_backlog_however_often_it_is_asked(
     member: Peer, why: Why, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full backlog looks like a host that is gone."""
-    probe = Probe(why, (1, "life"), 0, at(member))
+    question = Probe(why, (1, "life"), 0, at(member))
     made: list[object] = []
-    connected = knock.connected
-    monkeypatch.setattr(knock, "connected", lambda *to: (made.append(to), connected(*to))[1])
+    connected = probe.connected
+    monkeypatch.setattr(probe, "connected", lambda *to: (made.append(to), connected(*to))[1])
 
     async def run() -> None:
-        knocks = knock.Knocks(CREDENTIALS)
+        prober = probe.Prober(CREDENTIALS)
         member.stop()
         for call in (False, True) * 4:
-            asked = dataclasses.replace(probe, call=call)
-            assert await knocks.outcome(asked, "asked", {}, 0.05) is ProbeOutcome.MUTE
+            asked = dataclasses.replace(question, call=call)
+            assert await prober.outcome(asked, "asked", {}, 0.05) is ProbeOutcome.MUTE
         assert len(made) == 1
         member.go_on()
-        assert await knocks.outcome(probe, "asked", {}, DEADLINE) is ProbeOutcome.ANSWERED
-        assert await knocks.outcome(probe, "asked", {}, DEADLINE) is ProbeOutcome.ANSWERED, (
+        assert await prober.outcome(question, "asked", {}, DEADLINE) is ProbeOutcome.ANSWERED
+        assert await prober.outcome(question, "asked", {}, DEADLINE) is ProbeOutcome.ANSWERED, (
             "an answer of before is no news"
         )
         assert len(made) == 2
-        knocks.only(set())
+        prober.only(set())
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
-def test_where_no_kernel_answers_a_knock_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_kernel_answers_a_probe_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backlog that is full answers no further connection, as a host that is gone does not."""
-    monkeypatch.setattr("ftcomm.control.knock.KERNEL", 0.3)
+    monkeypatch.setattr("ftcomm.control.probe.KERNEL", 0.3)
     with socket.socket() as listener, contextlib.ExitStack() as held:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -199,13 +199,13 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
     elif how == "another network":
         there = msgspec.structs.replace(there, network="4026531840")
     outcomes: list[ProbeOutcome] = []
-    outcome = knock.Knock.outcome
+    outcome = probe.ProbeConnection.outcome
 
-    async def asked(self: knock.Knock, timeout: float) -> ProbeOutcome:
+    async def asked(self: probe.ProbeConnection, timeout: float) -> ProbeOutcome:
         outcomes.append(await outcome(self, timeout))
         return outcomes[-1]
 
-    monkeypatch.setattr(knock.Knock, "outcome", asked)
+    monkeypatch.setattr(probe.ProbeConnection, "outcome", asked)
 
     async def run() -> None:
         lost: list[str] = []
