@@ -86,7 +86,7 @@ class Admissions:
             known.job.finished.pop(replica, None)  # the earlier life is lost, however it ended
             actions += self._lost.lose({replica: "restarted"}, proved=True)
             if known.done:
-                return [*actions, Send(conn, m.Expelled("the job has ended with its earlier life")), Close(conn)]
+                return [*actions, Send(conn, m.Removed("the job has ended with its earlier life")), Close(conn)]
         link = known.links[conn] = LeaderLink(replica, join.incarnation, join.step, join.epoch, join.loop)
         known.untold.discard((replica, join.incarnation))
         known.blame.connected(replica)
@@ -126,16 +126,16 @@ class Admissions:
         report = self._unstarted.said(rank, reason, lasting, now)
         hopeless = lasting and known.view is None and replica < known.expected
         refused = self._refuse(replica, "", report.reason, hopeless=hopeless)
-        expelled = m.Expelled(report.reason)
-        told: list[Action] = [Send(conn, expelled) for conn in waiting]
-        others = self._joiner_messages.turn_away(expelled) if hopeless else self._tell_forming()
+        removed = m.Removed(report.reason)
+        told: list[Action] = [Send(conn, removed) for conn in waiting]
+        others = self._joiner_messages.turn_away(removed) if hopeless else self._tell_forming()
         return [Keep(self._unstarted.reports), *refused, *told, *others]
 
     def asked(self, conn: Conn, rank: NamedRank, lived: float, now: float) -> list[Action]:
         """Tell a process, which is in no view and has run for `lived` seconds, whether it waits for a rank that cannot
         start."""
         reason = self._unstarted.why(rank, now - lived, self._known.view is None)
-        return [*([Send(conn, m.Expelled(reason))] if reason else []), Close(conn)]
+        return [*([Send(conn, m.Removed(reason))] if reason else []), Close(conn)]
 
     def _is_taken(self, replica: int, incarnation: str, now: float) -> bool:
         """Whether another life of the replica answers, or is a member that may answer. A second life is then no proof
@@ -221,15 +221,15 @@ class Admissions:
             f"replica {replica} was removed from the job in epoch {known.job.epoch} or before, while it was not heard"
         )
         event = removed(replica, Removal.SILENCE, "the job went on without it while it was not heard")
-        return [*actions, event, Send(conn, m.Expelled(reason)), Close(conn)]
+        return [*actions, event, Send(conn, m.Removed(reason)), Close(conn)]
 
-    def _refusal(self, join: m.Join) -> m.Expelled | None:
+    def _refusal(self, join: m.Join) -> m.Removed | None:
         known = self._known
         other = other_job(join, known.expected, known.ranks_per_replica, known.timeouts) or too_large(
             join, known.expected
         )
         if other:
-            return m.Expelled(other)
+            return m.Removed(other)
         member = known.job.counts(join.replica, join.incarnation)  # in a view that it may not have installed yet
         if known.done or (known.draining and join.epoch == 0 and not member):
             return OVER

@@ -431,7 +431,7 @@ class Agent:
     async def _lead(self, channel: Channel, opening: handshake.Opening) -> bool:
         return self._leading is not None and await self._leading.serve(channel, opening)
 
-    def _hopeless(self, told: m.Expelled) -> None:
+    def _hopeless(self, told: m.Removed) -> None:
         if self._leading is not None:
             self._do(self._leading.node.from_coordinator, told)
         else:

@@ -190,7 +190,7 @@ class Coordinator:
         self.known.draining = True
         actions: list[Action] = [Log("draining", {})]
         if self.known.view is None:
-            return [*actions, *self._joiner_messages.turn_away(m.Expelled(DRAINED)), *self._decisions.finish()]
+            return [*actions, *self._joiner_messages.turn_away(m.Removed(DRAINED)), *self._decisions.finish()]
         if self._changes.proposal is not None:
             actions += self._changes.cancel()
         return [*actions, *self._joiner_messages.turn_away(m.Dismissed(DRAINED)), *self._changes.propose()]

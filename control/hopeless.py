@@ -22,7 +22,7 @@ async def ask_again_and_again(
     *,
     over: Callable[[], bool],
     alone: Callable[[], bool],
-    tell: Callable[[m.Expelled], None],
+    tell: Callable[[m.Removed], None],
 ) -> None:
     """Ask first, and then again, after the seconds of `turn`, until it is `over`; only while the rank is `alone`, and
     nobody else would tell it. `tell` gets an answer that there is no hope."""
@@ -33,6 +33,6 @@ async def ask_again_and_again(
             fields: handshake.Fields = {**me.fields, "lived": min(int(1e3 * lived()), handshake.MOST)}
             with contextlib.suppress(OSError):
                 answer = await ask(coordinator, credentials, HOPELESS, fields)
-                if isinstance(answer, m.Expelled) and not over():
+                if isinstance(answer, m.Removed) and not over():
                     tell(answer)
         await asyncio.sleep(pause)

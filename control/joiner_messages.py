@@ -21,8 +21,8 @@ MUTE = m.Queued(
     "waits for the replicas that hold the state of the training: they live, and none has said anything for longer than "
     "FTCOMM_OP_TIMEOUT. They hold their interpreter locks, or are stopped; continue or end them"
 )
-FINISHED = m.Expelled("the job has finished", m.Ending.TOO_LATE)
-OVER = m.Expelled("the job has ended or is being drained", m.Ending.TOO_LATE)
+FINISHED = m.Removed("the job has finished", m.Ending.TOO_LATE)
+OVER = m.Removed("the job has ended or is being drained", m.Ending.TOO_LATE)
 DRAINED = "the job is being drained"
 
 
@@ -50,7 +50,7 @@ class JoinerMessages:
         )
         return [Send(conn, news) for conn in waiting]
 
-    def turn_away(self, message: m.Expelled | m.Dismissed) -> list[Action]:
+    def turn_away(self, message: m.Removed | m.Dismissed) -> list[Action]:
         """Send `message` to all joiners and forget them."""
         conns = [self._known.links.conn_of(replica) for replica in self._known.joiners.clear()]
         return [Send(conn, message) for conn in conns if conn is not None]

@@ -194,7 +194,7 @@ class Leader:
             return []
         if isinstance(message, m.Behind):
             return [*self._give(message), *self._send_on(message.loop)]
-        if isinstance(message, m.Queued | m.Registered | m.Dismissed | m.Expelled | m.WhoWaits | m.FinishAck):
+        if isinstance(message, m.Queued | m.Registered | m.Dismissed | m.Removed | m.WhoWaits | m.FinishAck):
             self._dismissed = self._dismissed or isinstance(message, m.Dismissed)
             self.preview = message.view if isinstance(message, m.Registered) else self.preview
             return self._give(message)
@@ -344,7 +344,7 @@ class Leader:
         text = f"its rank {shard} is lost: {reason}"
         return [
             ToCoordinator(m.Suspect(self.replica, self.incarnation, text, True, script=script)),
-            *self._to_ranks(m.Expelled(f"replica {self.replica} cannot go on: {text}")),
+            *self._to_ranks(m.Removed(f"replica {self.replica} cannot go on: {text}")),
         ]
 
     def rank_refused(self, shard: int, reason: str) -> list[Action]:

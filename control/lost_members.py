@@ -63,7 +63,7 @@ class LostMembers:
             conn = known.links.conn_of(replica)
             if replica not in known.job.finished and conn is not None:
                 said = f"replica {replica} was removed from the job after epoch {known.job.epoch}: {why}"
-                actions.append(Send(conn, m.Expelled(said)))
+                actions.append(Send(conn, m.Removed(said)))
         reasons = [f"lost {replica}: {reason}" for replica, reason in lost.items()]
         why = "; ".join(reasons) or why or "a change was withdrawn"
         if any(member.contributing for member in members):
@@ -78,9 +78,9 @@ class LostMembers:
         )
         conns = [known.links.conn_of(member.replica) for member in members]
         known.job.view = View(known.job.epoch, None, (), failed)
-        message = m.Expelled(failed)
-        expelled = [Send(conn, message) for conn in conns if conn is not None]
-        return [*actions, *expelled, *self._joiner_messages.turn_away(message), *self._decisions.finish(failed)]
+        message = m.Removed(failed)
+        removed = [Send(conn, message) for conn in conns if conn is not None]
+        return [*actions, *removed, *self._joiner_messages.turn_away(message), *self._decisions.finish(failed)]
 
     def _unknown(self, why: str) -> list[Action]:
         """Give up: all members have ended while no coordinator was there. Each may have finished without being able to

@@ -36,7 +36,7 @@ class Phase(enum.Enum):
     CHANGING = "changing"  # a newer view is known: quiesce, tell the others the progress, wait for theirs
     RESUMING = "resuming"  # all have told theirs; the exchange starts again
     LEFT = "left"  # the view in force does not have this replica, or it was sent away before any had it
-    FAILED = "failed"  # expelled, or the job has failed
+    FAILED = "failed"  # removed, or the job has failed
 
 
 class Machine:
@@ -121,7 +121,7 @@ class Machine:
             return self._release(message.proposal)
         if isinstance(message, m.Decision):
             return self._decided(message)
-        if isinstance(message, m.Expelled):
+        if isinstance(message, m.Removed):
             self.phase = Phase.FAILED
             return [Failed(message.reason, message.ending)]
         if isinstance(message, m.Queued):

@@ -2,7 +2,7 @@
 
 Who speaks to whom (a rank's Member machine lives beside the user's code, the Leader of a replica beside its rank 0):
 
-    Coordinator  <->  Leader      Join, Heartbeat, Promise, Installed, ... / NewView, Prepare, Expelled, ...
+    Coordinator  <->  Leader      Join, Heartbeat, Promise, Installed, ... / NewView, Prepare, Removed, ...
     Leader       <->  Member      the same, for each rank of its replica; in process for rank 0
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary; it goes through
                                   the links of rank 0 of each replica
@@ -316,7 +316,7 @@ class Decision(Message, frozen=True):
     view: View | None
 
 
-class Expelled(Message, frozen=True):
+class Removed(Message, frozen=True):
     reason: t.Text
     ending: Ending = Ending.FAILED
 
@@ -471,7 +471,7 @@ AnyMessage = (
     | Cancel
     | WhoWaits
     | Decision
-    | Expelled
+    | Removed
     | FinishAck
     | Ping
     | Boundary

@@ -150,7 +150,7 @@ class RankNode:
 
     def _orphaned(self, reason: str) -> list[Action]:
         if self.view is not None or self.machine.preview is not None:
-            return self._from_leader(m.Expelled(reason))
+            return self._from_leader(m.Removed(reason))
         return []
 
     def up_acknowledged(self, at: float) -> list[Action]:

@@ -24,7 +24,7 @@ from ftcomm.control.field_types import MANY, Name, Replica, Shard
 
 # What a connection to the coordinator is for:
 UNSTARTED = "unstarted"  # a process says why it cannot start
-HOPELESS = "hopeless"  # a process that is in no view asks whether it waits in vain; the answer is `Expelled`, or none
+HOPELESS = "hopeless"  # a process that is in no view asks whether it waits in vain; the answer is `Removed`, or none
 
 ASKERS = 8  # ranks of one replica, besides its leader, that ask in a heartbeat timeout at most
 

@@ -189,7 +189,7 @@ class Calls(Messages):
         Blocks (unless `async_op`) until all members of the view hold the result. A member that is lost meanwhile does
         not fail the op: it ends among the others. Where kernels run whole ops, it may be captured into a CUDA graph,
         whose replays are calls, see `ftcomm.engines.gpu_kernel.graphs`. Raises `ArgumentError`, `MismatchError`,
-        `CollectiveTimeout`, `ExpelledError`. With FTCOMM_VERIFY=1, which compares the results of all members, it raises
+        `CollectiveTimeout`, `RemovedError`. With FTCOMM_VERIFY=1, which compares the results of all members, it raises
         `DivergenceError` on members whose result is not that of the majority, or on all without a majority;
         `ftcomm.collective.checksum` says what it cannot see.
         """
@@ -214,7 +214,7 @@ class Calls(Messages):
 
         Blocks until this rank has its result and no other needs its input any more; with `async_op` it returns a `Work`
         at once. Any thread, in the order of calls that `allreduce` asks for. Raises `ArgumentError`, `LostError`,
-        `MismatchError`, `CollectiveTimeout`, `ExpelledError`.
+        `MismatchError`, `CollectiveTimeout`, `RemovedError`.
         """
         self._may_move("broadcast")
         self._rank("broadcast", root)

@@ -13,7 +13,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.data_plane import Unreachable
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
-from ftcomm.errors import ExpelledError, FtcommError, TooLateError, TransportError
+from ftcomm.errors import FtcommError, RemovedError, TooLateError, TransportError
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.transport.router import P2P, Incoming
 from ftcomm.transport.segment import OtherEngine
@@ -21,9 +21,9 @@ from ftcomm.transport.segment import OtherEngine
 log = logging.getLogger("ftcomm")
 
 
-def expelled(who: str, reason: str, ending: m.Ending) -> ExpelledError:
+def removed_error(who: str, reason: str, ending: m.Ending) -> RemovedError:
     """Returns the error that a rank raises when the job tells it this."""
-    return TooLateError(f"{who} came too late: {reason}") if ending is m.Ending.TOO_LATE else ExpelledError(reason)
+    return TooLateError(f"{who} came too late: {reason}") if ending is m.Ending.TOO_LATE else RemovedError(reason)
 
 
 class LocalDataPlane:
@@ -94,7 +94,7 @@ class LocalDataPlane:
                     known.open_now()  # a neighbour from now on
                 else:
                     self._connect(epoch, replica, there, replica in lazy)
-            except OtherEngine as error:  # a person has to mend it; the view changes only say who was left out
+            except OtherEngine as error:  # a person has to mend it; the view changes only say who was removed
                 log.error("replica %d rank %d: %s", me, self._rank, error)
                 raise Unreachable(replica, str(error)) from error
             except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
@@ -137,7 +137,7 @@ class LocalDataPlane:
         return self._communicator.enter(plan, progress)._asdict()
 
     def fail(self, reason: str, ending: m.Ending) -> None:
-        error = expelled(f"replica {self._communicator.me} rank {self._rank}", reason, ending)
+        error = removed_error(f"replica {self._communicator.me} rank {self._rank}", reason, ending)
         self._communicator.fail(error)
         self._on_failed(error)
 

@@ -44,12 +44,12 @@ class DivergenceError(FtcommError):
     """Members hold different results, or different states, where the protocol makes them equal: silent corruption."""
 
 
-class ExpelledError(FtcommError):
+class RemovedError(FtcommError):
     """The job went on without this replica; the message says why: an op waited for it for too long, its host was
     silent, or others could not reach it. Restart it to rejoin."""
 
 
-class TooLateError(InitError, ExpelledError):
+class TooLateError(InitError, RemovedError):
     """This replica came, or came back, when the job was over: nothing is wrong, and there is nothing left to do. A
     script that does not catch it ends with one line instead of a traceback, and with exit code 1."""
 

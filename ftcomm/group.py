@@ -27,10 +27,10 @@ from ftcomm.control.rank_errors import Gone, JoinError
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
-from ftcomm.data_plane import LocalDataPlane, expelled
+from ftcomm.data_plane import LocalDataPlane, removed_error
 from ftcomm.engines.base import Events, JobEngine
 from ftcomm.engines.registry import open_engine
-from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError
+from ftcomm.errors import CollectiveTimeout, FtcommError, InitError, RemovedError, TooLateError
 from ftcomm.internals import Internals
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.p2p.calls import JobProgressEngine
@@ -213,7 +213,7 @@ class Group(Calls):
         self._check_loop()
         if self.drained:
             where = "before it had joined" if self.internals.outside else f"at the boundary of step {self._step - 1}"
-            raise ExpelledError(
+            raise RemovedError(
                 f"replica {self.replica} has left the job {where}; look at Group.drained before a collective that "
                 "follows the step loop"
             )
@@ -308,7 +308,7 @@ class Group(Calls):
 
         In a replica that joins a running job it blocks until all its ranks have called this and the job has taken it in
         at one of its next step boundaries; or until it never will, `drained`; or, in a step loop, until the job has
-        that loop behind it. Thread-safe. Raises `ExpelledError` if the job has ended, `InitError` if the coordinator is
+        that loop behind it. Thread-safe. Raises `RemovedError` if the job has ended, `InitError` if the coordinator is
         away for FTCOMM_INIT_TIMEOUT.
         """
         if self._runs or self.drained:
@@ -320,7 +320,7 @@ class Group(Calls):
                 loop = self.internals.loop if self.internals.step_loop is not None else 0
                 view = self._agent.enter(self.settings.init_timeout, loop)
         except Gone as error:
-            raise expelled(self._named(), str(error), error.ending) from None
+            raise removed_error(self._named(), str(error), error.ending) from None
         except JoinError as error:
             raise self._not_joined(error) from None
         if view is None:
@@ -341,7 +341,7 @@ class Group(Calls):
         Call it from one thread, with increasing steps, the same on all replicas. Blocks for the ops in flight and for a
         change under way, for `timeout` seconds at most (None: the timeouts of the job); returns the view in force.
         Without a change it costs microseconds and sends nothing. `drained` is True afterwards if this replica has left
-        the job. Raises `ExpelledError`, `CollectiveTimeout`, and what an op of a CUDA graph failed with. The first
+        the job. Raises `RemovedError`, `CollectiveTimeout`, and what an op of a CUDA graph failed with. The first
         boundary of a joiner is `step` of this group, see `ready`.
         """
         own_process()
@@ -358,7 +358,7 @@ class Group(Calls):
             for exchange in self._exchanges():
                 exchange.common(reset=True)
         except Gone as error:
-            raise expelled(self._named(), str(error), error.ending) from None
+            raise removed_error(self._named(), str(error), error.ending) from None
         except TimeoutError as error:
             raise CollectiveTimeout(f"replica {self.replica} rank {self.shard}: {error}") from None
         self._step = step + 1

@@ -82,7 +82,7 @@ NO_MESSAGE = {
     "deep": b"\x82\xa4type\xa9Heartbeat\xa1x" + b"\x91" * 100_000,
     "a list of 4 G": b"\xdd\xff\xff\xff\xff",
     "unknown kind": msgspec.msgpack.encode({"type": "Surrender"}),
-    "truncated": m.encode(m.Expelled("a reason"))[:-3],
+    "truncated": m.encode(m.Removed("a reason"))[:-3],
     "with a tail": m.encode(m.Heartbeat(3)) + b"\x00",
     "empty": b"",
     "negative replica": msgspec.msgpack.encode({"type": "Reachable", "replica": -1}),

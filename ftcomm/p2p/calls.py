@@ -129,7 +129,7 @@ class JobProgressEngine(ProgressEngine):
 
     def incoming(self, call: Incoming) -> None:
         """Take a connection from another replica. It may be ahead, in a view that this rank has not entered. It may be
-        a joiner that one view has left out and a later one has, in the same life."""
+        a joiner that one view has removed and a later one has, in the same life."""
         if call.epoch < self._gone.get(call.life, 0):
             call.sock.close()  # its messages belong to no view still to come
         else:

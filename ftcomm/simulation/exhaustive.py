@@ -15,7 +15,7 @@ else:
                       crashed: a member that does nothing more, its memory as it was for those who map it
     connects anew     a connection for data has ended, and the next view has the same members (`resets`)
 
-Checked in every state: whoever returns an op returns the same bytes and contributors, the one that was expelled too; a
+Checked in every state: whoever returns an op returns the same bytes and contributors, the one that was removed too; a
 chunk at a member of the newest view is its INPUT or the sum that it says; an atomic op has one set of contributors; no
 `ProtocolError`; an epoch has one view; and where no member of the newest view can move, all of them have returned all
 ops in it.
@@ -35,7 +35,7 @@ compares the two):
   slow. What it has sent may be lost, see above. That nobody waits for the dead for ever is checked, since no member of
   the newest view may need a step of one that is not.
 - `Installed` reaches the coordinator at once: it matters to changes at a boundary and to joiners, and there are none.
-- What a member does after it has heard that it is expelled: it fails its ops, which is checked, and stands still, which
+- What a member does after it has heard that it is removed: it fails its ops, which is checked, and stands still, which
   is explored as a member that never hears.
 
 Words are read in program order and at once seen by all, as on the processors on which memory is shared; a reader over

@@ -29,7 +29,7 @@ from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
-from ftcomm.errors import ExpelledError
+from ftcomm.errors import RemovedError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.settings.tuning import EVER, Tuning
 from ftcomm.simulation.memory import CHUNK, TinyMemory
@@ -466,7 +466,7 @@ class Live:
                 self.pending = (action.view, dict(action.progress))
             elif isinstance(action, act.Failed):
                 self.failed = True
-                self.member.fail(ExpelledError(action.reason))
+                self.member.fail(RemovedError(action.reason))
                 self.core.abandon()
                 self.core.stream, self.member.frozen, self.pending = None, True, None
 
@@ -488,7 +488,7 @@ class Live:
                 )
 
     def wrong(self) -> str:
-        """Promise 2: what is neither INPUT nor FINAL, "" if nothing is. A member that was expelled may hold such."""
+        """Promise 2: what is neither INPUT nor FINAL, "" if nothing is. A member that was removed may hold such."""
         try:
             for op in self.flight.ops:
                 self._check(op)

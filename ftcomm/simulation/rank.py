@@ -30,7 +30,7 @@ from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import Address, Member, View
-from ftcomm.errors import ExpelledError, FtcommError
+from ftcomm.errors import FtcommError, RemovedError
 from ftcomm.membership.derived import Left
 from ftcomm.simulation.attacker import Attack
 from ftcomm.simulation.exchange import SimulatedExchange
@@ -322,7 +322,7 @@ class Rank(Process):
         if self._up is not None:
             self._up.close()
             self._up = None
-        self._end_all(ExpelledError(reason))
+        self._end_all(RemovedError(reason))
 
     def fail(self, error: FtcommError) -> None:
         """An exchange cannot go on."""

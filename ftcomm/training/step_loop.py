@@ -193,7 +193,7 @@ class StepLoop:
         None when the loop is over: `total` steps are done, and a joiner has all of its state; or this replica has left
         the job (`group.drained`), or joins a job that is in a later loop of the script. Blocks at the boundary, while
         training pauses, and at the end while a joiner still fetches its state from here. Raises `StepError`,
-        `StateError`, `ExpelledError`, and `FtcommError` if another loop has begun meanwhile.
+        `StateError`, `RemovedError`, and `FtcommError` if another loop has begun meanwhile.
         """
         if self._source is None and not self._ended:
             self._open(total)

@@ -52,6 +52,6 @@ def steps(
 
     There are no votes: an error in the body ends this replica, and the others go on. `ftcomm.training.StepLoop` is the
     same loop with votes, pauses and policies. Raises `StateError` when the state cannot be fetched or does not fit,
-    `ExpelledError` when the job went on without this replica.
+    `RemovedError` when the job went on without this replica.
     """
     yield from StepLoop(state, group, vote=False, start=start, initial_state=initial_state).steps(total)

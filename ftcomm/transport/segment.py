@@ -10,7 +10,7 @@ This is the layout for ops that the host drives. A kernel that runs ops has anot
 (`ftcomm.engines.gpu_kernel.layout`), with the same header and lives; the first word tells them apart.
 
 Every byte has exactly one writer, the owner. Others map it read-only, and the kernel refuses them anything else. So an
-expelled member, however confused, cannot write into the memory of others. The segment is a memfd: it has no name, and
+removed member, however confused, cannot write into the memory of others. The segment is a memfd: it has no name, and
 is gone with the last process that maps it, whatever way that process ends.
 """
 

@@ -14,7 +14,7 @@ from tests.process.test_kills import ENDLESS
 
 from .bodies import mixed
 from .job import HostJob
-from .test_promises import Watch, agree, expelled
+from .test_promises import Watch, agree, assert_removed
 
 pytestmark = pytest.mark.protocol
 
@@ -50,7 +50,7 @@ def test_who_is_killed_and_who_is_cut_off(tmp_path: Path, cables: LabNetwork) ->
         watch.without(2)
         watch.goes_on({0, 1})
         active.close()
-        expelled(job, 2)
+        assert_removed(job, 2)
         job.drain()
         for replica in (0, 1):
             assert job.join(replica) == [0], job.errors()

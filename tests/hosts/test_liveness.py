@@ -17,7 +17,7 @@ from ftcomm.lab.netns.slow_network import SlowNetwork
 
 from .job import HostJob
 from .test_network import DEADLINE, PORT, line  # noqa: F401
-from .test_promises import SETTINGS, Watch, agree, cables, expelled  # noqa: F401
+from .test_promises import SETTINGS, Watch, agree, assert_removed, cables  # noqa: F401
 
 pytestmark = pytest.mark.protocol
 
@@ -60,7 +60,7 @@ def test_a_silent_host_goes_and_a_stopped_process_stays(cables: LabNetwork, tmp_
         watch.goes_on({0, 1, 3})
         assert watch.newest() == {0, 1, 3}
         cable.close()
-        expelled(job, 2)
+        assert_removed(job, 2)
         job.drain()
         for replica in (0, 1, 3):
             assert job.join(replica) == [0], job.errors()

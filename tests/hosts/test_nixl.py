@@ -27,9 +27,9 @@ from .test_promises import (  # noqa: F401  (a fixture)
     SEED,
     Watch,
     agree,
+    assert_removed,
     cables,
     cut_off,
-    expelled,
     half_open,
     killed,
     one_way,
@@ -50,7 +50,7 @@ def stopped(job: HostJob, watch: Watch, rng: random.Random) -> None:
     assert watch.without(victim) == victim
     watch.goes_on(watch.everybody - {victim})
     job.signal(victim, signal.SIGCONT)
-    expelled(job, victim)
+    assert_removed(job, victim)
     watch.comes_back(victim)
 
 

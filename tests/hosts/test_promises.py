@@ -109,11 +109,11 @@ class Watch:
         return self.everybody - {member["replica"] for member in event["members"]}
 
 
-def expelled(job: HostJob, replica: int) -> None:
+def assert_removed(job: HostJob, replica: int) -> None:
     """It was cut off and lives: it hears of it as soon as it can be reached, and ends by saying so."""
     assert job.join(replica) == [1]
     *_, text = [text for r, _, text in job.errors() if r == replica]
-    assert text.startswith(("ExpelledError", "LostError")), text
+    assert text.startswith(("RemovedError", "LostError")), text
 
 
 def agree(job: HostJob) -> None:
@@ -143,7 +143,7 @@ def cut_off(job: HostJob, watch: Watch, rng: random.Random) -> None:
     assert watch.without(victim) == victim
     watch.goes_on(watch.everybody - {victim})
     cable.close()
-    expelled(job, victim)
+    assert_removed(job, victim)
     watch.comes_back(victim)
 
 
@@ -165,7 +165,7 @@ def one_way(job: HostJob, watch: Watch, rng: random.Random) -> None:
     gone = watch.without(sender, receiver)
     watch.goes_on(watch.everybody - {gone})
     lost.close()
-    expelled(job, gone)
+    assert_removed(job, gone)
     watch.comes_back(gone)
 
 
@@ -264,7 +264,7 @@ def _outlives_a_cut(job: HostJob, victim: int) -> None:
     assert watch.without(victim) == victim
     watch.goes_on(watch.everybody - {victim})
     cable.close()
-    expelled(job, victim)
+    assert_removed(job, victim)
     job.drain()
     for replica in watch.everybody - {victim}:
         assert job.join(replica) == [0], job.errors()
@@ -303,7 +303,7 @@ def test_hosts_far_apart_on_a_line_that_flaps(wide_area: SlowNetwork, tmp_path: 
         assert watch.without(1) == 1
         watch.goes_on({0, 2})
         cable.close()
-        expelled(job, 1)
+        assert_removed(job, 1)
         watch.comes_back(1)
         watch.goes_on(watch.everybody)
         job.drain()

@@ -55,7 +55,7 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     if group.drained:
         try:
             group.allreduce(array)
-        except ftcomm.ExpelledError as error:
+        except ftcomm.RemovedError as error:
             notes.write(kind="left", text=str(error))
 
 

@@ -252,7 +252,7 @@ def _newest(events: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("place", ["copy", "taken", "read"])
-def test_who_is_stopped_inside_the_kernel_and_wakes_expelled(tmp_path: Path, place: str) -> None:
+def test_who_is_stopped_inside_the_kernel_and_wakes_removed(tmp_path: Path, place: str) -> None:
     """It goes on where it was, in an epoch that is over: it changes nothing, returns nothing, and learns it."""
     how: dict[str, Any] = dict(victim=(1, 0), place=place, times=6, elements=TWO_SHOT, **STALL)
     with job(tmp_path, 3, torn.reduce_and_stop, **how) as running:
@@ -263,7 +263,7 @@ def test_who_is_stopped_inside_the_kernel_and_wakes_expelled(tmp_path: Path, pla
         kinds = [note["kind"] for replica, _, note in running.notes() if replica == 1]
         assert kinds[-2:] == ["woke", "error"], "it returned an op that the others had without it"
         [(_, _, text)] = running.errors()
-        assert text.startswith("ExpelledError")
+        assert text.startswith("RemovedError")
         _go_on(running, 4)
         finish(running, {0, 2})
 

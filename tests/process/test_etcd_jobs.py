@@ -315,7 +315,7 @@ def test_everything_at_random(tmp_path: Path, etcd: EtcdServer) -> None:
             running.start_elsewhere()
 
         def all_are_back() -> bool:
-            """Who ran in a view that was given up while the coordinator was away is expelled, and started again."""
+            """Who ran in a view that was given up while the coordinator was away is removed, and started again."""
             for replica in (1, 2):
                 if not running.processes[replica, 0].is_alive():
                     running.start(replica)
@@ -325,7 +325,7 @@ def test_everything_at_random(tmp_path: Path, etcd: EtcdServer) -> None:
         for _ in _until(all_are_back, f"seed {SEED}: not all came back", 2 * RETURN_TIMEOUT):
             pass
         go_on(running, ALL)
-        end(running, lambda replica, _, text: replica != 0 and text.startswith("ExpelledError"))
+        end(running, lambda replica, _, text: replica != 0 and text.startswith("RemovedError"))
 
 
 class SlowStore(ViewStore):

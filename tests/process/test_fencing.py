@@ -1,6 +1,6 @@
-"""A replica that is stopped in the middle of a put, is expelled, and wakes up when the others have gone on.
+"""A replica that is stopped in the middle of a put, is removed, and wakes up when the others have gone on.
 
-It must change no byte that they read, believe nothing that it reads, and learn that it was expelled. The survivors
+It must change no byte that they read, believe nothing that it reads, and learn that it was removed. The survivors
 compare every element of every step with the sums that there can be, and `check` their results with each other's.
 """
 
@@ -75,7 +75,7 @@ def wake(running: Job, name: int) -> None:
     said = [text for replica, _, text in running.errors() if replica == VICTIM]
     assert len(said) == running.ranks, said
     for text in said:
-        assert text.startswith("ExpelledError"), text
+        assert text.startswith("RemovedError"), text
 
 
 def disturbed(running: Job, seen: int, members: set[int]) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def test_who_wakes_when_its_number_is_taken(tmp_path: Path, transport: str, plac
 
 
 @pytest.mark.parametrize(("transport", "rank"), [("shm", 0), ("tcp", 1)])
-def test_a_rank_that_is_expelled_takes_its_sibling_along(tmp_path: Path, transport: str, rank: int) -> None:
+def test_a_rank_that_is_removed_takes_its_sibling_along(tmp_path: Path, transport: str, rank: int) -> None:
     """The other rank of the replica runs all the while: it must stop, too, and say why."""
     with job(tmp_path, "posted", transport, ranks=2, victim=(VICTIM, rank)) as running:
         wait_stopped(running)
@@ -172,7 +172,7 @@ def test_stopped_at_random_moments(tmp_path: Path, transport: str) -> None:
             go_on(running, fewer(30))
             assert not disturbed(running, seen, {0, 1, 2}), f"seed {SEED}"
         texts = [text for replica, _, text in running.errors() if replica == VICTIM]
-        assert [text.partition(":")[0] for text in texts] == ["ExpelledError"] * lives, f"seed {SEED}: {texts}"
+        assert [text.partition(":")[0] for text in texts] == ["RemovedError"] * lives, f"seed {SEED}: {texts}"
         finish(running, (0, 1, 2))
 
 
@@ -226,7 +226,7 @@ def test_the_launcher_brings_it_back(here: Path, monkeypatch: pytest.MonkeyPatch
 
     assert training.run(plan) == run.DRAINED, (training.said, training.lines)
     assert [event["replica"] for event in training.of("process_started")] == [0, 1, 2, VICTIM], training.said
-    assert any("ExpelledError: replica 1 was removed from the job after epoch 1" in line for line in training.lines)
+    assert any("RemovedError: replica 1 was removed from the job after epoch 1" in line for line in training.lines)
     assert training.lines.count("fresh") == 1
     final = [line for line in training.lines if line.startswith("final")]
     assert len(final) == 3

@@ -323,7 +323,7 @@ def test_everything_at_random(tmp_path: Path) -> None:
             running.start_coordinator()
 
         def all_are_back() -> bool:
-            """Who ran in a view that was given up while the coordinator was away is expelled, and started again."""
+            """Who ran in a view that was given up while the coordinator was away is removed, and started again."""
             for replica in (1, 2, 3):
                 if not running.processes[replica, 0].is_alive():
                     running.start(replica)
@@ -332,7 +332,7 @@ def test_everything_at_random(tmp_path: Path) -> None:
 
         for _ in _until(all_are_back, f"seed {SEED}: not all came back", 60.0):
             pass
-        finish(running, {0, 1, 2, 3}, lambda _, __, text: text.startswith("ExpelledError"))
+        finish(running, {0, 1, 2, 3}, lambda _, __, text: text.startswith("RemovedError"))
 
 
 def _pause(seconds: float) -> None:

@@ -447,7 +447,7 @@ def test_a_rank_whose_control_thread_ends_is_told_and_started_again(
             x = np.ones(8, np.float32)
             ftcomm.allreduce(x)
             time.sleep(0.01)
-    except ftcomm.ExpelledError as error:
+    except ftcomm.RemovedError as error:
         print("told", error, flush=True)
         time.sleep(1000)
     """)

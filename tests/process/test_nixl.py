@@ -212,7 +212,7 @@ def test_who_is_stopped_is_told_no_more_than_all_slots_hold(tmp_path: Path) -> N
 
 
 def test_stopped_with_puts_under_way(tmp_path: Path) -> None:
-    """It stops in the middle of a put, is expelled, and wakes when its next life is in the view under its number.
+    """It stops in the middle of a put, is removed, and wakes when its next life is in the view under its number.
 
     What it had under way goes to mirrors that nobody reads any more; what the others had under way to it is announced
     to it by nobody.

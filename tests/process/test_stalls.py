@@ -74,7 +74,7 @@ def finish(running: Job, survivors: set[int], removed: dict[int, str], anew: Set
     for replica, why in removed.items():
         texts = [text for r, _, text in running.errors() if r == replica]
         assert len(texts) == running.ranks
-        assert all(text.startswith("ExpelledError") for text in texts), texts
+        assert all(text.startswith("RemovedError") for text in texts), texts
         assert any(why in text for text in texts), texts  # a rank may merely hear that its leader has gone
     assert {replica for replica, _, _ in running.errors()} == set(removed) | set(anew)
     assert {x["replica"] for x in _last_view(running)["members"]} == survivors, "somebody else was removed as well"

@@ -79,7 +79,7 @@ def refused(folder: Path) -> None:
         said = [text for *_, text in two.errors()]
         assert any("written by replicas of 1 ranks, here they have 2" in text for text in said), said
         # One that is slow hears that the other has gone.
-        assert all("written by replicas" in text or text.startswith("ExpelledError") for text in said), said
+        assert all("written by replicas" in text or text.startswith("RemovedError") for text in said), said
     with job(folder, "width", 1, steps=0, width=301) as other:
         assert other.join(0) == [1]
         ((*_, text),) = other.errors()

@@ -123,7 +123,7 @@ def test_who_was_stopped_in_a_backward_and_removed_is_told_so(tmp_path: Path) ->
         os.kill(job.processes[1, 0].pid, signal.SIGCONT)
         assert job.join(1) == [1]
         [(replica, _, text)] = job.errors()
-        assert (replica, text.partition(":")[0]) == (1, "ExpelledError")
+        assert (replica, text.partition(":")[0]) == (1, "RemovedError")
         job.drain()
         assert job.join(0) == [0]
 

@@ -76,7 +76,7 @@ def test_a_coordinator_outlives_every_peer(count: Callable[[str], int]) -> None:
         )
         await until(lambda: any(not isinstance(word, m.Ping) for word in heard))  # one may come first
         answer = next(word for word in heard if not isinstance(word, m.Ping))
-        assert isinstance(answer, m.NewView | m.Queued | m.Registered | m.Expelled), epoch
+        assert isinstance(answer, m.NewView | m.Queued | m.Registered | m.Removed), epoch
         link.close()
         await server.stop()
 

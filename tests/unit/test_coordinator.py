@@ -288,7 +288,7 @@ def test_connections_that_end_all_at_once_cost_nothing() -> None:
     rejoin_all(script, [20, 21, 22], 1)
     pass_time(script, 2.0, speak=[20, 21, 22])
     assert (len(script.views), script.done) == (1, [])
-    assert script.sent[20] == script.sent[21] == script.sent[22] == []  # no Expelled, no NewView
+    assert script.sent[20] == script.sent[21] == script.sent[22] == []  # no Removed, no NewView
 
 
 def test_one_that_does_not_come_again_though_it_listens_stays_and_is_told_where_we_are() -> None:
@@ -387,7 +387,7 @@ def test_nobody_is_sent_away_before_that_is_written_down() -> None:
     suspect = m.Suspect(1, "life-1", "its rank 0 is lost", True)
     actions = script.coordinator.receive(1, suspect, now=1.0)
     kinds = [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
-    assert kinds.index(Persist) < kinds.index(m.Expelled) < kinds.index(m.NewView)
+    assert kinds.index(Persist) < kinds.index(m.Removed) < kinds.index(m.NewView)
 
 
 def test_who_complains_of_a_stopped_one_stays_though_the_coordinator_itself_stood_still() -> None:
@@ -488,7 +488,7 @@ def test_a_replica_whose_addresses_begin_with_another_rank_is_refused() -> None:
     there = Addresses.of((Address("h", 1, "b", 7, 3, "0" * 32),), first=5)
     said = coordinator.receive(1, m.Join(1, "life", there, epoch=0, step=-1, timeouts=CHAIN), now=1.0)
     (word,) = [action.message for action in said if isinstance(action, Send)]
-    assert isinstance(word, m.Expelled)
+    assert isinstance(word, m.Removed)
     assert "begin with rank 5" in word.reason
     assert not coordinator.joiners.waiting
 

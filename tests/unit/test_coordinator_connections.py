@@ -21,7 +21,7 @@ def test_a_connection_for_data_that_ends_between_two_that_live_is_made_again_by_
     assert script.newest == ((0, 1, 2), {0, 1, 2})
     assert script.epoch == 2
     assert script.views[-1].why == "connections for data are made again, between 0 and 2"
-    assert not any(isinstance(message, m.Expelled) for message in script.sent[2])
+    assert not any(isinstance(message, m.Removed) for message in script.sent[2])
     script.tell(2, severed(0, 1))  # said before it heard of the view, in which that is mended
     script.install(0, 1, 2)
     script.tell(1, severed(2, 1))

@@ -158,7 +158,7 @@ def test_a_drain_sends_away_who_prepares_and_refuses_who_comes_later() -> None:
     script.tell(11, m.Ready())
     script.lose(11)
     script.join(21)
-    assert isinstance(script.sent[21][-1], m.Expelled)
+    assert isinstance(script.sent[21][-1], m.Removed)
     script.promise(0)
     assert script.newest == ((), frozenset())
 
@@ -176,7 +176,7 @@ def test_a_drain_sends_away_who_was_to_come_in_by_a_change_that_is_given_up() ->
     script.promise(0)
     script.tell(0, m.Finished())
     assert script.done == [""]
-    assert not any(isinstance(message, m.Expelled) for message in script.sent[11])
+    assert not any(isinstance(message, m.Removed) for message in script.sent[11])
 
 
 def test_one_that_dies_or_falls_silent_while_it_prepares_is_forgotten() -> None:
@@ -234,7 +234,7 @@ def test_who_was_told_of_another_number_of_replicas_is_refused_and_who_waits_hea
         "a rank of replica 1 was started with FTCOMM_REPLICAS=5, and the job has 3 replicas; set the same "
         "FTCOMM_REPLICAS at all of the job"
     )
-    assert script.sent[1] == [m.Expelled(said)]
+    assert script.sent[1] == [m.Removed(said)]
     assert script.sent[0][-1] == m.Queued(f"1 of 3 replicas are here; missing: 1 (refused: {said}), 2")
     script.join(11, replicas=3)
     assert script.sent[0][-1] == m.Queued("2 of 3 replicas are here; missing: 2")
@@ -246,7 +246,7 @@ def test_a_number_that_the_job_does_not_have_is_refused_by_name() -> None:
     script = Script(2)
     script.join(2)
     refused = script.sent[2][-1]
-    assert isinstance(refused, m.Expelled)
+    assert isinstance(refused, m.Removed)
     assert "there is no replica 2 in a job of 2, which are numbered from 0 to 1" in refused.reason
     assert script.newest == ((0, 1), {0, 1})
 
@@ -254,15 +254,15 @@ def test_a_number_that_the_job_does_not_have_is_refused_by_name() -> None:
 def test_other_timeouts_are_refused_with_both_chains() -> None:
     script = Script(2)
     script.tell(11, joins(11, timeouts=(5.0, 30.0, 120.0)))
-    expelled = script.sent[11][-1]
-    assert isinstance(expelled, m.Expelled)
-    assert "heartbeat 5 s, op 30 to 120 s" in expelled.reason
-    assert "heartbeat 10 s, op 30 to 120 s" in expelled.reason
+    removed = script.sent[11][-1]
+    assert isinstance(removed, m.Removed)
+    assert "heartbeat 5 s, op 30 to 120 s" in removed.reason
+    assert "heartbeat 10 s, op 30 to 120 s" in removed.reason
     assert script.newest == ((0, 1), {0, 1})
 
 
 def test_a_refusal_is_logged_once_for_each_life_and_reason() -> None:
-    """One that runs is not expelled by a coordinator with other options; it tries again twice a second."""
+    """One that runs is not removed by a coordinator with other options; it tries again twice a second."""
     coordinator = Coordinator(2, 2, TIMEOUTS, views=[], now=0.0, lifetime=1)
     address = Address("h", 1, "b", 0, 3, "0" * 32)
     logged = []
@@ -375,7 +375,7 @@ def test_who_comes_when_all_is_over_is_told_so_and_who_is_wrong_that_it_failed()
         script.tell(conn, m.Finished())
     assert script.done == [""]
     script.join(11)
-    assert [message.ending for message in script.sent[11] if isinstance(message, m.Expelled)] == [m.Ending.TOO_LATE]
+    assert [message.ending for message in script.sent[11] if isinstance(message, m.Removed)] == [m.Ending.TOO_LATE]
     address = Address("h", 1, "b", 2, 3, "0" * 32)
     script.tell(2, m.Join(0, "life-2", Addresses.of((address, address)), epoch=0, step=-1, timeouts=CHAIN))
-    assert [message.ending for message in script.sent[2] if isinstance(message, m.Expelled)] == [m.Ending.FAILED]
+    assert [message.ending for message in script.sent[2] if isinstance(message, m.Removed)] == [m.Ending.FAILED]

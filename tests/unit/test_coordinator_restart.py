@@ -85,7 +85,7 @@ def test_an_older_life_of_a_replica_that_was_removed_is_told_so() -> None:
     script = Script(3)
     script.lose(1)
     script.join(21, "life-1", 1)
-    assert isinstance(script.sent[21][-1], m.Expelled)
+    assert isinstance(script.sent[21][-1], m.Removed)
 
 
 def test_an_older_life_does_not_displace_the_one_that_has_its_number_now() -> None:
@@ -94,7 +94,7 @@ def test_an_older_life_does_not_displace_the_one_that_has_its_number_now() -> No
     views = len(script.views)
     for conn in (21, 31):
         script.join(conn, "life-1", 1)
-        assert isinstance(script.sent[conn][-1], m.Expelled)
+        assert isinstance(script.sent[conn][-1], m.Removed)
     script.tell(11, m.CaughtUp(5))
     script.promise(0, 2, 11)
     assert script.newest == ((0, 1, 2), {0, 1, 2})
@@ -118,7 +118,7 @@ def test_a_second_process_of_one_number_has_to_wait_while_the_first_answers() ->
         script.join_ready(11)
     assert script.newest == ((0, 1), {0, 1})
     assert said == ["another process is replica 1, and answers; give each replica a number of its own (FTCOMM_REPLICA)"]
-    assert not any(isinstance(message, m.Expelled) for conn in (1, 11) for message in script.sent[conn])
+    assert not any(isinstance(message, m.Removed) for conn in (1, 11) for message in script.sent[conn])
     assert script.sent[11][-1] == m.Queued(said[0]), "it knows what it waits for"
     for second in range(1, 3 + int(TIMEOUTS.heartbeat)):  # its host falls silent, whatever its connection says
         script.do(script.coordinator.receive(0, m.Heartbeat(4), float(second)))

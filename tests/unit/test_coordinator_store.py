@@ -131,7 +131,7 @@ def test_a_coordinator_that_is_not_sure_of_its_store_says_nothing(sure: bool, co
         return heard
 
     heard = asyncio.run(run())
-    assert [type(message) for message in heard] == ([m.Expelled] if sure else [])
+    assert [type(message) for message in heard] == ([m.Removed] if sure else [])
 
 
 def test_a_coordinator_that_is_not_sure_of_its_store_calls_nobody_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

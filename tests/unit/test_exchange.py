@@ -279,7 +279,7 @@ def test_the_engine_keeps_nothing_of_an_op_that_has_ended(count: int, how: str) 
         waiting = ones(count)
         alive.append(weakref.ref(waiting.array))
         rig.members[0].exchange.submit(waiting)
-        rig.members[0].exchange.fail(RuntimeError("expelled"))
+        rig.members[0].exchange.fail(RuntimeError("removed"))
         assert waiting.wait(DEADLINE)
         caller.errors.clear()
         del ops, waiting, caller

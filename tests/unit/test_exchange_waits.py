@@ -138,7 +138,7 @@ def test_failing_ends_ops_in_flight_and_later_ones() -> None:
             caller.thread.join(0.001)
         for op in waiting[1:]:
             exchange.submit(op)
-        error = RuntimeError("expelled")
+        error = RuntimeError("removed")
         exchange.fail(error)
         caller.join()
         late = Operation(np.ones(4), "float64", "sum")
@@ -299,9 +299,9 @@ def test_an_engine_that_is_made_to_fail_does_not_say_so() -> None:
         rig.view(range(2))
         op = ones()
         rig.members[0].exchange.submit(op)
-        rig.members[0].exchange.fail(RuntimeError("expelled"))
+        rig.members[0].exchange.fail(RuntimeError("removed"))
         assert op.wait(DEADLINE)
-        assert str(op.error) == "expelled"
+        assert str(op.error) == "removed"
     assert not failures
 
 

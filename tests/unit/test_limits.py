@@ -101,7 +101,7 @@ def test_a_view_that_no_message_can_carry() -> None:
     actions = coordinator.receive(0, _join(0, ranks), now=1.0)
     told = [action.message for action in actions if isinstance(action, Send)]
     assert any(isinstance(action, Log) and action.kind == "refused" for action in actions)
-    assert isinstance(told[0], m.Expelled)
+    assert isinstance(told[0], m.Removed)
     assert f"a message has at most {wire.MAX_MESSAGE}" in told[0].reason
 
 

@@ -45,7 +45,7 @@ def test_who_is_early_waits_and_who_dialled_for_an_earlier_epoch_is_served() -> 
 
 
 def test_another_life_of_a_replica_is_not_served() -> None:
-    """An expelled life, and one that comes with a later view."""
+    """A removed life, and one that comes with a later view."""
     old, coming = Dialled(1, "before", 3), Dialled(1, "next", 6)
     waiting = lobby(old, coming)
     assert waiting.take(4, LIVES) == []

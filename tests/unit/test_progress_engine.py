@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ftcomm.control.views import Address, Addresses, Member, View
-from ftcomm.errors import ArgumentError, CollectiveTimeout, ExpelledError, FtcommError, LostError, MismatchError
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, MismatchError, RemovedError
 from ftcomm.p2p import core, deadlines, matching, progress, protocol
 from ftcomm.p2p.calls import JobProgressEngine, Messages, MessageWork
 from ftcomm.p2p.progress import ProgressEngine
@@ -548,8 +548,8 @@ def test_in_a_job_the_views_say_who_is_lost_and_who_has_come_back() -> None:
         sent = survivor.send(np.ones(3), 1, async_op=True)  # it has not called yet
         back.recv(np.zeros(3), 0)
         sent.wait()
-        back._p2p.fail(ExpelledError("the job went on without it"))
-        with pytest.raises(ExpelledError):
+        back._p2p.fail(RemovedError("the job went on without it"))
+        with pytest.raises(RemovedError):
             back.send(np.ones(3), 0)
     finally:
         for replica in replicas:

@@ -306,11 +306,11 @@ def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_f
     actions = node.failed("out of memory")
     assert isinstance(actions[-1], act.Failed)
     assert [x.proof for x in said(actions, m.Suspect)] == [True]  # type: ignore[attr-defined]
-    assert [(a.shard, type(a.message)) for a in actions if isinstance(a, ToRank)] == [(1, m.Expelled)]
+    assert [(a.shard, type(a.message)) for a in actions if isinstance(a, ToRank)] == [(1, m.Removed)]
     assert node.failed("again") == []
 
 
-def test_a_rank_without_its_leader_is_expelled() -> None:
+def test_a_rank_without_its_leader_is_removed() -> None:
     node = running(ranks=2, rank=1)
     assert node.up_lost("the leader of the replica is lost: refused", refused=True, here=True) == [
         act.Failed("the leader of the replica is lost: refused")
@@ -581,7 +581,7 @@ def test_who_is_dismissed_has_left_and_does_not_join_again() -> None:
     assert act.Passed(view(5, (0, 1, 2), 2), left=True) in actions
     assert ToRank(1, m.Dismissed("the job is being drained")) in actions
     assert not said(node.up_opened(), m.Join)
-    assert node.from_up(m.Expelled("later")) == [ToRank(1, m.Expelled("later"))]
+    assert node.from_up(m.Removed("later")) == [ToRank(1, m.Removed("later"))]
 
 
 def test_who_is_in_no_view_and_was_told_of_none_fails_when_it_is_dismissed() -> None:
@@ -593,11 +593,11 @@ def test_a_rank_hears_for_what_it_waits_and_why_it_ends() -> None:
     node = Process()
     for stage in m.Stage:
         assert node.from_up(m.Queued("news", stage)) == [act.JoinPending("news", stage)]
-    over = m.Expelled("over", m.Ending.TOO_LATE)
+    over = m.Removed("over", m.Ending.TOO_LATE)
     assert node.from_up(over) == [act.Failed("over", m.Ending.TOO_LATE)]
 
 
-def test_a_rank_that_prepares_without_its_leader_is_expelled() -> None:
+def test_a_rank_that_prepares_without_its_leader_is_removed() -> None:
     assert registered(ranks=2, rank=1).up_lost("gone", refused=True, here=True) == [act.Failed("gone")]
 
 

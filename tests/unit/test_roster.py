@@ -31,7 +31,7 @@ def test_a_joiner_takes_over_what_the_others_agreed() -> None:
 
 
 def test_who_missed_a_view_learns_what_was_agreed_in_it() -> None:
-    """1 has not entered view 2, and 0 has gone on to boundary 6 in it, where 2 was left out."""
+    """1 has not entered view 2, and 0 has gone on to boundary 6 in it, where 2 was removed."""
     before = (Roster(NONE, (0, 1, 2, 3), (0, 1, 2, 3)),)
     after = (*before, Roster(6, (0, 1, 3), (0, 1, 3)))
     told = {

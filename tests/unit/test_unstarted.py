@@ -52,7 +52,7 @@ def forming(replicas: int = 3, unstarted: Iterable[Unstarted] = ()) -> Coordinat
 
 
 def told(actions: list[Action]) -> dict[int, str]:
-    return {x.conn: x.message.reason for x in actions if isinstance(x, Send) and isinstance(x.message, m.Expelled)}
+    return {x.conn: x.message.reason for x in actions if isinstance(x, Send) and isinstance(x.message, m.Removed)}
 
 
 def kept(actions: list[Action]) -> list[tuple[Unstarted, ...]]:
@@ -208,7 +208,7 @@ def test_a_coordinator_that_is_started_again_tells_who_asks(tmp_path: Path) -> N
             if reason:
                 await ask(at, credentials, UNSTARTED, {**rank(1, 1).fields, "reason": reason, "lasting": 0})
             answer = await ask(at, credentials, HOPELESS, {**rank(1, 0).fields, "lived": 3_600_000})
-            assert isinstance(answer, m.Expelled)
+            assert isinstance(answer, m.Removed)
             said.append(answer.reason)
             await server.stop()
         return said
@@ -275,7 +275,7 @@ def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.Mo
             with pytest.raises(SettingsError, match="998 replicas; a job has at most"):
                 await asyncio.to_thread(ftcomm.init)
             other, sibling = [await said(channel, reader) for channel, reader, _ in heard]
-            assert isinstance(sibling, m.Expelled)
+            assert isinstance(sibling, m.Removed)
             assert sibling.reason.startswith("rank 1 of replica 1 cannot start: FTCOMM_REPLICAS and")
             assert other == sibling
             assert [event["reason"] for event in events if event["kind"] == "refused"] == [sibling.reason]

@@ -1,7 +1,7 @@
 """Tells what became of each fault, by the events of the job, whose `mono` is this host's CLOCK_MONOTONIC.
 
 injected     when we did it
-detected     the first `suspect` or `view` that names or leaves out a replica that was hit
+detected     the first `suspect` or `view` that names or removes a replica that was hit
 removed      the view without it
 healed       when we took it back; a kill is over at once
 returned     everybody who was hit contributes again: the fault is closed

@@ -19,7 +19,7 @@ their bytes keeps an old epoch out of a new one:
 All bytes of the old epoch reach the mirror before any frame of the new one, and only such a frame makes a slot worth
 reading. If the writer enters first, its first frame raises all words before any payload of it reaches a slot: the
 reader has stopped for that epoch, or the writer would not have entered it, and a reader that was left behind sees that
-the writer has gone on. A life that is expelled has its connections closed; the next life of that number dials its own.
+the writer has gone on. A life that is removed has its connections closed; the next life of that number dials its own.
 
 No flow control is needed. A writer reuses no slot before all members have taken it, so the mirror always has room, and
 a receiver waits only for the network. A writer does not wait either: what a socket has no room for is left in a queue,
