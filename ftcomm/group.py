@@ -414,9 +414,14 @@ class Group(Calls):
         own_process()
         self._agent.tell(m.Leave())
 
-    def report(self, kind: str = "report", **fields: str | int | float | bool | None) -> None:
-        """Write a line to the event log of the job. Does not block; it is sent later if the coordinator is away. Any
-        thread."""
+    def report(self, **fields: str | int | float | bool | None) -> None:
+        """Write numbers and words about this rank's training to the event log of the job (step, loss, ...). Does not
+        block; they are sent later if the coordinator is away. Any thread."""
+        self.emit("report", **fields)
+
+    def emit(self, kind: str, **fields: str | int | float | bool | None) -> None:
+        """Write an event of a kind of its own, as `report` writes numbers. Raises `ValueError` for a kind of the
+        coordinator or of a launcher."""
         own_process()
         self._agent.tell(m.Report(kind, {"rank": self.shard, **fields}))
 
@@ -534,7 +539,7 @@ class Group(Calls):
     def _diverged(self, divergence: Divergence) -> None:
         log.warning("replica %d rank %d: %s", self.replica, self.shard, divergence)
         wrong, right = (", ".join(map(str, who)) for who in (divergence.wrong, divergence.right))
-        self.report("divergence", op=divergence.op, chunk=divergence.chunk, wrong=wrong, right=right)
+        self.emit("divergence", op=divergence.op, chunk=divergence.chunk, wrong=wrong, right=right)
 
     def _stalled(self, stall: Stall) -> None:
         """Report a stall, every second while the op stands still; one line in the log is enough."""
@@ -543,7 +548,7 @@ class Group(Calls):
             waiting = ", ".join(map(str, stall.waiting_on))
             who = f"replica {self.replica} rank {self.shard}"
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
-            self.report("stalled", epoch=stall.epoch, op=stall.op, waiting=waiting)
+            self.emit("stalled", epoch=stall.epoch, op=stall.op, waiting=waiting)
         self._agent.stalled(*stall)
 
 
@@ -645,9 +650,8 @@ def verify(state: Any, group: Group | None = None) -> str:
 
 
 def report(**fields: str | int | float | bool | None) -> None:
-    """Write numbers and words about this rank's training to the event log of the job (step, loss, ...). Does not block.
-    Any thread. Raises `InitError` without a group."""
-    default_group().report("report", **fields)
+    """`Group.report` on the default group. Raises `InitError` without a group."""
+    default_group().report(**fields)
 
 
 def shutdown() -> None:

@@ -333,7 +333,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.exchange.place == 0 and self.exchange.stepping:
             numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
             numbers["step"] = self.completed_steps if step is None else step
-            self.exchange.group.report(kind="report", **numbers)
+            self.exchange.group.report(**numbers)
 
 
 class TrainingLoader:

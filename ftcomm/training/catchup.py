@@ -118,7 +118,7 @@ class StateSource:
                 *(self._group.replica, self._group.shard, self._broken),
                 exc_info=not isinstance(error, StateError),
             )
-            self._group.report("state_broken", step=step, error=f"{type(error).__name__}: {error}"[:200])
+            self._group.emit("state_broken", step=step, error=f"{type(error).__name__}: {error}"[:200])
             return None
 
     def settle(self) -> float:
@@ -134,9 +134,9 @@ class StateSource:
         if snapshot.spoiled:
             self._overlap = False
             log.warning("replica %d rank %d: %s", self._group.replica, self._group.shard, SPOILED)
-            self._group.report("state_snapshot", **fields, spoiled=True)
+            self._group.emit("state_snapshot", **fields, spoiled=True)
         else:
-            self._group.report("state_snapshot", **fields)
+            self._group.emit("state_snapshot", **fields)
         return snapshot.seconds
 
     def linger(self, seconds: float) -> None:

@@ -185,7 +185,7 @@ class Checkpoints:
             self._passed_on = True
             return
         if self._writing is not None and self._writing.is_alive():
-            group.report("checkpoint_skipped", step=step)
+            group.emit("checkpoint_skipped", step=step)
             return
         started = time.monotonic()
         flat = flatten(self._state).on_host()
@@ -216,10 +216,10 @@ class Checkpoints:
                 unnamed.rmdir()
             self._failed = error
             log.warning("the checkpoint of step %d failed: %s; look at %s", step, error, self._folder)
-            self._group.report("checkpoint_failed", step=step, reason=str(error)[:200])
+            self._group.emit("checkpoint_failed", step=step, reason=str(error)[:200])
             return
         seconds = round(time.monotonic() - started, 3)
-        self._group.report(
+        self._group.emit(
             "checkpoint", step=step, bytes=flat.nbytes, seconds=seconds, stall_seconds=round(stall, 4), complete=last
         )
 

@@ -132,7 +132,7 @@ class Joiner:
         with self._recorder.phase(PhaseKind.LOAD, step=fetch.step, number=fetch.nbytes), self._scalers.kept():
             self._replay.load(fetch.take())
         self._loaded = True
-        self._group.report(
+        self._group.emit(
             "state_fetched",
             step=fetch.step,
             bytes=fetch.nbytes,

@@ -195,4 +195,4 @@ def _take(group: Group, state: Mapping[str, Stateful], flat: FlatState, skeleton
             "replica %d rank %d: began with another state than replica %d, and has taken that (FTCOMM_START=lowest)",
             *(group.replica, group.shard, first),
         )
-    group.report("state_taken", of=first, bytes=given.nbytes)
+    group.emit("state_taken", of=first, bytes=given.nbytes)

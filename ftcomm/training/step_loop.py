@@ -362,7 +362,7 @@ class StepLoop:
         if self._left_out():  # the job has gone on meanwhile
             return
         if group.shard == 0:
-            group.report("trains")  # tells a launcher that an earlier loop was not the last
+            group.emit("trains")  # tells a launcher that an earlier loop was not the last
         self._fresh = group.internals.catching_up
         if not self._fresh and group.step == 0:
             terms = LoopTerms(self.step, total, self._initial_state, self._vote, self._min, self._lr)
@@ -436,7 +436,7 @@ class StepLoop:
         self._group.internals.lag += 1  # this boundary belongs to no step
         self._tell_metrics(0.0)
         if self._group.shard == 0:
-            self._group.report("trained", step=self.step)  # tells a launcher that a later failure is not in a step
+            self._group.emit("trained", step=self.step)  # tells a launcher that a later failure is not in a step
 
     def _enter(self) -> int:
         self._verdict, self._counted, self._failed = None, frozenset(), None
@@ -597,7 +597,7 @@ class StepLoop:
         """Log and report what has happened to this rank."""
         text = ", ".join(f"{name} {value}" for name, value in fields.items())
         log.warning("replica %d rank %d: %s: %s", self._group.replica, self._group.shard, kind.replace("_", " "), text)
-        self._group.report(kind, **fields)
+        self._group.emit(kind, **fields)
 
     def _say(self, kind: str, **fields: str | int | float) -> None:
         """Report what all have decided; one rank does so for all."""
@@ -611,7 +611,7 @@ class StepLoop:
             self._told = now
             metrics = self.metrics()
             fields = {name: round(value, 3) for name, value in vars(metrics).items()}
-            self._group.report("metrics", step=self.step, effective=round(metrics.effective, 4), **fields)
+            self._group.emit("metrics", step=self.step, effective=round(metrics.effective, 4), **fields)
 
 
 def _passing() -> tuple[type[Exception], ...]:

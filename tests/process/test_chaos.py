@@ -50,7 +50,7 @@ threading.Thread(target=leak, daemon=True).start()
 group = ftcomm.init()
 for step in ftcomm.steps(1000000):
     if differ(group, group.replica if step == 20 else 7):
-        group.report("divergence", step=step)
+        group.emit("divergence", step=step)
     while step == 25 or step == 10 and not os.path.exists("go"):
         time.sleep(0.01)
     time.sleep(0.01)

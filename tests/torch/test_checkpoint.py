@@ -267,7 +267,7 @@ class Alone:
     def member(self, replica: int) -> Member:
         return Member()
 
-    def report(self, kind: str, **fields: object) -> None:
+    def emit(self, kind: str, **fields: object) -> None:
         pass
 
 

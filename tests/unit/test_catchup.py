@@ -96,7 +96,7 @@ class Node:
         assert purpose == "state"
         self.network.handlers[self.replica] = handler
 
-    def report(self, kind, **fields):
+    def emit(self, kind, **fields):
         self.reports.append((kind, fields))
 
 

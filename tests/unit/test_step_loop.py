@@ -127,7 +127,7 @@ class Voters(Members):
             raise FtcommError("nothing was reduced")
         return self.reduced
 
-    def report(self, kind, **fields):
+    def emit(self, kind, **fields):
         self.reports.append((kind, fields))
 
 

@@ -148,9 +148,9 @@ def main() -> None:
         weights.values *= np.float32(0.99)  # so that they stay finite for any number of steps
         weights.values += gradient
         if step % args.compare_every == 0 and differ(group, weights.digest()):
-            group.report("divergence", step=step, digest=weights.digest(), what="weights")
+            group.emit("divergence", step=step, digest=weights.digest(), what="weights")
         for how in children.unrefused():
-            group.report("trespass", step=step, how=how)
+            group.emit("trespass", step=step, how=how)
         if group.shard == 0:
             ftcomm.report(step=step, at=time.monotonic())
         time.sleep(max(0.0, until - time.monotonic()))
