@@ -163,10 +163,6 @@ class CollectiveRequest:
             reason = unsupported_compression(self.dtype, self.redop, wire)
             if reason is not None:
                 raise SettingsError(f"--compression {wire}: {reason}")
-            if wire == FP8 and self.device == "cuda":
-                raise SettingsError(
-                    f"--compression {wire}: kernels of a GPU send elements as they are; add --device cpu."
-                )
         if any(one < 1 for one in self.sms):
             raise SettingsError(f"--sms {min(self.sms)}: an all-reduce needs at least 1 to reduce with.")
         for ranks in self.ranks:

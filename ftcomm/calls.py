@@ -153,7 +153,7 @@ class Calls(Messages):
         x: an array of any shape, with the same number of elements and dtype on every member.
         op: the same on every member: "sum", "avg" (divides by the number of actual contributors), "min", "max" or
             "product". fp16, bf16 and fp8 (e4m3fn, e5m2) are accumulated in fp32 and rounded once. Integers and bool
-            also: "band", "bor", "bxor". Kernels that run whole ops (FTCOMM_ENGINE=gpu-kernel) have no fp8.
+            also: "band", "bor", "bxor". Kernels that run whole ops (FTCOMM_ENGINE=gpu-kernel) reduce no fp8 elements.
         async_op: return a `Work` at once; `x` must not be touched before `Work.wait` has returned.
         atomic: the whole result has one set of contributors. If a member is lost in mid-op, the parts that contain its
             input are reduced again without it, unless all of them contain it. For that the op keeps a copy of its
@@ -176,7 +176,7 @@ class Calls(Messages):
             element a by at most max(|x| / 16, a / 2^17). So a result differs from the exact one by that for each input,
             and once more for itself. A NaN or an infinity makes its block NaN. For fp32, fp16 and bf16, "sum" and
             "avg". It pays only over slow networks, since coding takes a core tens of nanoseconds an element. Kernels
-            that run whole ops refuse it.
+            that run whole ops code it by themselves.
 
         Members match ops by the order of calls, which must be the same on all of them. In a step loop, a call that one
         member skips is found by the step: calls of the loop's thread, or of autograd for it, are compared only with

@@ -73,6 +73,7 @@ def _serve(
     ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T: tl.constexpr, OP: tl.constexpr,
     W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
     CHUNK: tl.constexpr, ONE_SHOT: tl.constexpr, THREADS: tl.constexpr, who, pieces, ROWS: tl.constexpr,
+    CODED: tl.constexpr,
 ):  # fmt: skip
     """Serve one lane after the other, until none is left or the attempt is broken off: (its lanes, the steps of the
     longest, how many this program has brought to their end, how it went)."""
@@ -123,8 +124,8 @@ def _serve(
                     give(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, pieces, kind,
                          ranks, rank, root, lost, T, COPIED, ALIGNED, LANES, CHUNK, ROWS)  # fmt: skip
                 else:
-                    post(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, T, COPIED,
-                          ALIGNED, LANES, CHUNK)  # fmt: skip
+                    post(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, T, BLOCK, COPIED,
+                         ALIGNED, LANES, CHUNK, CODED)  # fmt: skip
                 posted += 1
                 announce(own + POSTED, copy + POSTED, low + posted)
             index = base + taken
@@ -151,7 +152,7 @@ def _serve(
                     status = take(
                         own, copy, flags, others, view, tasks, lane + taken * lanes, lane, index, low + taken + 1, high,
                         array, count, two_shot, ctl, state, epoch, number, deadline, T, OP, W, BLOCK, COPIED, ALIGNED,
-                        LANES, CHUNK, THREADS,
+                        LANES, CHUNK, THREADS, CODED,
                     )  # fmt: skip
                     if status == RUNNING:
                         taken += 1
@@ -169,6 +170,7 @@ def _launch(
     ctl, state, view, array, kept, chunks, count, call, template, deadline_ns, T: tl.constexpr, OP: tl.constexpr,
     W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
     CHUNK: tl.constexpr, ONE_SHOT: tl.constexpr, THREADS: tl.constexpr, who, pieces, ROWS: tl.constexpr,
+    CODED: tl.constexpr,
 ):  # fmt: skip
     """One launch, of one op: its attempts, until the op has returned."""
     array = tl.cast(array, tl.int64)
@@ -199,7 +201,7 @@ def _launch(
         if not over:
             lanes, steps, done, status = _serve(
                 ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T, OP, W, BLOCK, COPIED, ALIGNED,
-                LANES, CHUNK, ONE_SHOT, THREADS, who, pieces, ROWS,
+                LANES, CHUNK, ONE_SHOT, THREADS, who, pieces, ROWS, CODED,
             )  # fmt: skip
             if first:
                 over = end(ctl, state, epoch, number, template, lanes, steps, done, status, launches, THREADS)
@@ -230,11 +232,12 @@ def allreduce(
     CHUNK: tl.constexpr,  # bytes
     ONE_SHOT: tl.constexpr,  # bytes up to which every member reduces all of it by itself
     THREADS: tl.constexpr,  # of a program: 32 a warp
+    CODED: tl.constexpr,  # elements travel as fp8; OP is a sum or an average, W is of no matter
 ):  # fmt: skip
     """One op in place. A grid of 1 .. LANES programs; one launch at a time. Blocks only its stream, and that
     until the op has returned; if members have made different calls, until the host has heard."""
     _launch(ctl, state, view, array, kept, chunks, count, call, template, deadline_ns, T, OP, W, BLOCK, COPIED, ALIGNED,
-            LANES, CHUNK, ONE_SHOT, THREADS, 0, 0, 0)  # fmt: skip
+            LANES, CHUNK, ONE_SHOT, THREADS, 0, 0, 0, CODED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COLLECTIVE_SCALARS)
@@ -264,4 +267,4 @@ def collective(
 ):  # fmt: skip
     """One op that is no all-reduce; launched like one, in one order with those."""
     _launch(ctl, state, view, array, source, chunks, count, call, template, deadline_ns, T, OP, W, BLOCK, COPIED,
-            ALIGNED, LANES, CHUNK, 0, THREADS, who, pieces, ROWS)  # fmt: skip
+            ALIGNED, LANES, CHUNK, 0, THREADS, who, pieces, ROWS, False)  # fmt: skip

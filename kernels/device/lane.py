@@ -1,10 +1,21 @@
-"""The work of a program in one lane of the all-reduce: post, await, verify, take, and see that all are through."""
+"""The work of a program in one lane of the all-reduce: post, await, verify, take, and see that all are through.
+
+CODED   elements travel as fp8 (`ftcomm.kernels.device.fp8`)
+
+    inputs                encoded into the POSTED staging of each contributor
+    what is reduced       decoded, summed and encoded into the REDUCED staging: my slice, or in one-shot all of it
+    the result            decoded from there into the array, at all members from the same bytes
+    a chunk of a holder   as it is in its array: what was decoded
+
+So nothing but decoded elements comes into the array, also where one alone contributes or is there at all.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from ftcomm.kernels.device.fp8 import ELEMENTS, RECORD, decode_span, encode_span, reduce_records
 from ftcomm.kernels.device.offsets import (
     ABORTED,
     AHEAD,
@@ -68,38 +79,52 @@ def slot_of(lane, index, LANES: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _task(tasks, i, sole):
+def _task(tasks, i, view, CODED: tl.constexpr):
     """Task i: (chunk, 1 + index of the holder or 0, whether the op was begun before and it is to be reduced, whether
-    this member has it already)."""
+    this member has it already). Who alone contributes holds all, unless they are to be coded."""
     word = i
     if tasks != 0:
         word = read(tasks + 8 * i)
     holder = (word >> HOLDER) & 0xFF
     again = (tasks != 0) & (holder == 0)
-    if holder == 0:
-        holder = sole + 1
+    if not CODED:
+        if holder == 0:
+            holder = read(view + SOLE) + 1
     return word & 0xFFFFFFFF, holder, again, (word >> SKIP) & 1
 
 
 @triton.jit
 def post(
-    tasks, i, lane, index, view, array, kept, count, T, COPIED: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr
+    tasks, i, lane, index, view, array, kept, count, T, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED, LANES,
+    CHUNK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """My input of the chunk, or, if I am to hand it on, my FINAL chunk, into my staging. What is reduced again, though
     it may be FINAL here, is first made INPUT, from `kept`."""
     size: tl.constexpr = T.primitive_bitwidth // 8
     me = read(view + ME)
-    chunk, holder, again, _ = _task(tasks, i, read(view + SOLE))
+    chunk, holder, again, _ = _task(tasks, i, view, CODED)
     start = chunk * (CHUNK // size)
     n = tl.minimum(count - start, CHUNK // size)
     inputs = array + start * size
     staging = read(view + STAGING_OF + 8 * me) + slot_of(lane, index, LANES, CHUNK)
     mine = (holder == me + 1) | ((holder == 0) & (read(view + CONTRIBUTES) != 0))
     turn = tl.where(again & (kept != 0), 0, 1)
-    last = tl.where(mine & (read(view + MEMBERS) > 1), 1, 0)
+    posts = read(view + MEMBERS) > 1
+    if CODED:
+        posts = posts | (holder == 0)
+    last = tl.where(mine & posts, 1, 0)
     while turn <= last:  # one loop: a second copy in the text takes more registers than sm_80 has
         source = tl.where(turn == 0, kept + start * size, inputs)
-        copy_span(source, tl.where(turn == 0, inputs, staging), n, T, COPIED, ALIGNED)
+        to = tl.where(turn == 0, inputs, staging)
+        if CODED:
+            if (turn == 0) | (holder > 0):
+                copy_span(source, to, n, T, COPIED, ALIGNED)
+            else:
+                # Not from what was just made INPUT: another thread of this program has stored it.
+                source = tl.where(again & (kept != 0), kept + start * size, inputs)
+                encode_span(source, staging, n, T, BLOCK, ALIGNED)
+        else:
+            copy_span(source, to, n, T, COPIED, ALIGNED)
         turn += 1
 
 
@@ -167,14 +192,48 @@ def _gather(view, lane, index, array, start, n, T, COPIED: tl.constexpr, ALIGNED
 
 
 @triton.jit
+def _reduce_coded(view, lane, index, n, two_shot, OP: tl.constexpr, BLOCK: tl.constexpr, LANES, CHUNK: tl.constexpr):
+    """The records of my slice of the chunk, in one-shot of all of it, into my REDUCED staging."""
+    members = read(view + MEMBERS)
+    me = read(view + ME)
+    blocks = (n + ELEMENTS - 1) // ELEMENTS
+    first = tl.where(two_shot, _bound(me, members, blocks, 1), 0)
+    last = tl.where(two_shot, _bound(me + 1, members, blocks, 1), blocks)
+    posted = slot_of(lane, index, LANES, CHUNK)
+    out = read(view + STAGING_OF + 8 * me) + LANES * SLOTS * CHUNK + posted + first * RECORD
+    w = read(view + SOURCES).to(tl.int32)
+    reduce_records(view, SOURCE_STAGING, w, posted + first * RECORD, out, last - first, OP, BLOCK)
+
+
+@triton.jit
+def _gather_coded(
+    view, lane, index, array, start, n, two_shot, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr
+):  # fmt: skip
+    """The records of all slices, in one-shot of mine, which is all, into the caller's array."""
+    size: tl.constexpr = T.primitive_bitwidth // 8
+    members = tl.where(two_shot, read(view + MEMBERS), 1)
+    me = tl.where(two_shot, 0, read(view + ME))
+    blocks = (n + ELEMENTS - 1) // ELEMENTS
+    at = LANES * SLOTS * CHUNK + slot_of(lane, index, LANES, CHUNK)
+    part = tl.zeros((), tl.int64)
+    while part < members:
+        first = _bound(part, members, blocks, 1)
+        last = _bound(part + 1, members, blocks, 1)
+        source = read(view + STAGING_OF + 8 * (me + part)) + at + first * RECORD
+        elements = tl.minimum(last * ELEMENTS, n) - first * ELEMENTS
+        decode_span(source, array + (start + first * ELEMENTS) * size, elements, T, BLOCK, ALIGNED)
+        part += 1
+
+
+@triton.jit
 def take(
     own, copy, flags, others, view, tasks, i, lane, index, reached, high, array, count, two_shot, ctl, state, epoch,
     number, deadline, T, OP: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED, LANES,
-    CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    CHUNK: tl.constexpr, THREADS: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """All have posted task i: INPUT becomes FINAL; nothing is awaited between the first byte and the word for it."""
     size: tl.constexpr = T.primitive_bitwidth // 8
-    chunk, holder, _, skip = _task(tasks, i, read(view + SOLE))
+    chunk, holder, _, skip = _task(tasks, i, view, CODED)
     start = chunk * (CHUNK // size)
     n = tl.minimum(count - start, CHUNK // size)
     status = RUNNING
@@ -182,6 +241,17 @@ def take(
         if (holder != read(view + ME) + 1) & (skip == 0):
             source = read(view + STAGING_OF + 8 * (holder - 1)) + slot_of(lane, index, LANES, CHUNK)
             copy_span(source, array + start * size, n, T, COPIED, ALIGNED)
+    elif CODED:
+        _reduce_coded(view, lane, index, n, two_shot, OP, BLOCK, LANES, CHUNK)
+        if two_shot:
+            announce(own + REDUCED, copy + REDUCED, reached)
+        # In one-shot for nobody: what other threads of this program have written can be read behind it.
+        reducing = others & (tl.arange(0, THREADS) < tl.where(two_shot, THREADS, 0))
+        status = await_flags(
+            flags + REDUCED, reducing, reached, high, ctl, state, epoch, number, deadline, status, THREADS
+        )
+        if status == RUNNING:
+            _gather_coded(view, lane, index, array, start, n, two_shot, T, BLOCK, ALIGNED, LANES, CHUNK)
     else:
         _reduce(view, lane, index, array, start, n, two_shot, T, OP, W, BLOCK, ALIGNED, LANES, CHUNK)
         if two_shot:

@@ -30,6 +30,7 @@ class Variant(NamedTuple):
     LANES: int
     CHUNK: int
     ONE_SHOT: int
+    CODED: bool
 
 
 class CollectiveVariant(NamedTuple):
@@ -51,12 +52,14 @@ def small(nbytes: int) -> bool:
 
 def compiled_for(variant: Variant | CollectiveVariant, small: bool) -> dict[str, Any]:
     """Returns constants of the kernel and options of the compiler. A program of an op that is not small has 16 KB of
-    every source in flight while it reduces, of eight sources 8 KB, and 64 KB while it copies."""
+    every source in flight while it reduces, of eight sources 8 KB, and 64 KB while it copies. Of elements that travel
+    coded a tile is as many as of float32, whatever they are."""
     reduced, copied = (1, 1) if small else (2 if variant.W == 8 else 4, 16)  # lines a thread
     size = variant.T.primitive_bitwidth // 8
+    each = 4 if isinstance(variant, Variant) and variant.CODED else size
     return {
         **variant._asdict(),
-        "BLOCK": 32 * _WARPS * reduced * _LINE // size,
+        "BLOCK": 32 * _WARPS * reduced * _LINE // each,
         "COPIED": 32 * _WARPS * copied * _LINE // size,
         "THREADS": 32 * _WARPS,
         "num_warps": _WARPS,

@@ -90,10 +90,12 @@ class Ranks:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"a launch did not end within {self.deadline:g} s of the abort word")
 
-    def launch(self, me: int, flat: Any, dtype: str, op: str = "sum", sms: int | None = None) -> KernelOperation:
+    def launch(
+        self, me: int, flat: Any, dtype: str, op: str = "sum", sms: int | None = None, compression: str = "input"
+    ) -> KernelOperation:
         """An all-reduce of `flat`, one-dimensional on the device, queued behind the caller's current stream."""
         device: Device = self.devices[me]
-        operation = KernelOperation(flat, dtype, op, self.layout.chunk)
+        operation = KernelOperation(flat, dtype, op, self.layout.chunk, compression=compression)
         chunks = len(operation.finals)
         programs = device.programs(flat.nbytes, min(chunks, self.layout.lanes), sms)
         asked = variant(operation, device.address(flat), self.layout, self.view(me))

@@ -1,17 +1,20 @@
-"""The collectives that are no all-reduce on a real GPU, of ranks that are streams of one process. What is left of them
-after a loss is shown in tests/kernels; here is that the memory model holds, and that they are broken off and go on."""
+"""The collectives that are no all-reduce on a real GPU, and all-reduces that travel as fp8, of ranks that are streams
+of one process. What is left of them after a loss is shown in tests/kernels; here is that the memory model holds, that
+the GPU codes as the host does, and that they are broken off and go on."""
 
 from __future__ import annotations
 
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from ftcomm.engines.base import CollectiveCall
 from ftcomm.engines.gpu_kernel.collective import CALLS
 from tests import moved
+from tests.coded import coded
 from tests.gpu.ranks import Ranks
 from tests.moved import REDUCING, ROOTED
 from tests.process.test_kills import SEED
@@ -142,6 +145,84 @@ def test_one_that_is_broken_off_goes_on(kind: str) -> None:
     rng = random.Random(SEED)
     with ranks_on_gpu(2) as ranks:
         warm, each = Played(kind, 2, 70_000, torch.float32, 1), Played(kind, 2, 70_000, torch.float32, SEED)
+        for me in range(2):
+            warm.launch(ranks, me)
+        ranks.settle()
+        each.launch(ranks, 0)
+        for _ in range(100):
+            ranks.begun(2, of=[0])
+            time.sleep(rng.random() * 1e-4)
+            ranks.freeze()
+            ranks.enter()
+        each.launch(ranks, 1)
+        ranks.settle()
+        each.check(f"seed {SEED}")
+
+
+# -- all-reduces whose elements travel as fp8 --------------------------------------------------------------------------
+
+CHUNK = 256 << 10  # bytes
+ODD = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 3e-8, 65504.0)
+
+
+class Coded:
+    """One of `elements` among `count` ranks, and what it has to give: by the definition, to the bit."""
+
+    def __init__(self, count: int, elements: int, dtype: str, op: str, seed: int, *, offset: int = 0) -> None:
+        self.dtype, self.op = dtype, op
+        self.sources = inputs(count, elements, getattr(torch, dtype), seed)
+        for me, source in enumerate(self.sources):
+            source[: elements // 2] *= 2.0**-9  # a scale of its own for almost every block
+            source[256:512] = 0.0
+            source[600 : 600 + 256 * len(ODD) : 256] = source.new_tensor(ODD)[: len(source[600:2648:256])].roll(me)
+        carrier = torch.float32 if dtype == "float32" else torch.uint16 if dtype == "bfloat16" else torch.float16
+        with np.errstate(all="ignore"):
+            self.wanted = coded([source.view(carrier).numpy() for source in self.sources], dtype, op)
+        self.whole = [torch.zeros(elements + offset, dtype=source.dtype, device="cuda") for source in self.sources]
+        self.arrays = [x[offset:].copy_(source) for x, source in zip(self.whole, self.sources, strict=True)]
+
+    def launch(self, ranks: Ranks, me: int) -> None:
+        ranks.launch(me, self.arrays[me], self.dtype, self.op, compression="fp8")
+
+    def check(self, what: str) -> None:
+        for me, array in enumerate(self.arrays):
+            got = array.cpu().view(torch.uint8).numpy()
+            assert got.tobytes() == self.wanted.tobytes(), f"{what}: rank {me}, {array.numel()} of {self.dtype}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_what_travels_coded(count: int, dtype: str) -> None:
+    """One behind the other without waiting; one-shot and two-shot, chunks that end within a block."""
+    item = getattr(torch, dtype).itemsize
+    with ranks_on_gpu(count) as ranks:
+        sizes = [1, 255, 1000, CHUNK // item - 1, CHUNK // item + 1, 3 * CHUNK // item + 7, 20 * CHUNK // item]
+        made = [Coded(count, n, dtype, ("sum", "avg")[seed % 2], seed) for seed, n in enumerate(sizes)]
+        torch.cuda.synchronize()
+        for each in made:
+            for me in range(count):
+                each.launch(ranks, me)
+        ranks.settle()
+        for each in made:
+            each.check(f"{count} ranks")
+
+
+def test_coded_at_addresses_that_allow_no_vectors() -> None:
+    with ranks_on_gpu(4) as ranks:
+        each = Coded(4, 300_001, "bfloat16", "sum", 3, offset=3)
+        torch.cuda.synchronize()
+        for me in range(4):
+            each.launch(ranks, me)
+        ranks.settle()
+        each.check("offset 3")
+        assert not any(whole[:3].any() for whole in each.whole)
+
+
+def test_a_coded_one_that_is_broken_off_goes_on() -> None:
+    rng = random.Random(SEED)
+    with ranks_on_gpu(2) as ranks:
+        warm, each = (Coded(2, 300_001, "float32", "sum", seed) for seed in (1, SEED))
+        torch.cuda.synchronize()
         for me in range(2):
             warm.launch(ranks, me)
         ranks.settle()

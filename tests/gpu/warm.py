@@ -36,6 +36,9 @@ def variants() -> list[WarmVariant]:
     """The variants of tests/gpu and of `ftcomm bench gpu-check`. Numbers of members that are not unrolled share one."""
     chosen = [*itertools.product(("float32", "bfloat16", "float16", "int32"), ("sum",), (2, 3, 4, 8), (True,))]
     chosen += [("bfloat16", "sum", 4, False), ("float32", "max", 8, True), ("bfloat16", "avg", 8, True)]
+    # What travels as fp8 has a kernel for all numbers of members.
+    chosen += [(dtype, "coded", 0, True) for dtype in ("float32", "bfloat16", "float16")]
+    chosen += [("bfloat16", "coded", 0, False)]
     # Of collectives that are no all-reduce: what is moved, as wide as the dtype, then what is reduced.
     chosen += [(dtype, "moved", 1, dtype == "int64") for dtype in ("int64", "int32", "int16", "uint8")]
     chosen += [*itertools.product(("float32", "bfloat16"), ("scattered",), (2, 3, 8), (True,))]
@@ -60,7 +63,7 @@ def compile_each(chosen: list[WarmVariant]) -> None:
     for one in chosen:
         began = time.monotonic()
         array = torch.empty(64, dtype=getattr(torch, one.dtype), device="cuda")
-        members = tuple(range(one.members))
+        members = tuple(range(max(1, one.members)))
         view = GroupView(1, 0, members, frozenset(members))
         address, size = (16 if one.aligned else array.element_size()), array.element_size()
         if one.op in ("moved", "scattered"):
@@ -71,7 +74,8 @@ def compile_each(chosen: list[WarmVariant]) -> None:
             compiled = compiled_for(collective_variant(op, CUDA, view), one.small)
             collective.warmup(*([1 << 40] * len(COLLECTIVE_SCALARS)), grid=(1,), **compiled)
         else:
-            operation = KernelOperation(array, one.dtype, one.op, CUDA.chunk)
+            how = ("sum", "fp8") if one.op == "coded" else (one.op, "input")
+            operation = KernelOperation(array, one.dtype, how[0], CUDA.chunk, compression=how[1])
             compiled = compiled_for(variant(operation, address, CUDA, view), one.small)
             allreduce.warmup(*([1 << 40] * len(SCALARS)), grid=(1,), **compiled)
         print(json.dumps({**one._asdict(), "seconds": round(time.monotonic() - began, 1)}), flush=True)

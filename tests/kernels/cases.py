@@ -40,6 +40,7 @@ class KernelCase(NamedTuple):
     twice: int = 0  # main loops that lie behind two at least
     signals: int = 0  # releases at system scope that there are at least
     waits: int = 0  # fences or acquiring loads likewise
+    coded: int = 0  # main loops that only move codes of fp8, four at a time: others move elements on one side at least
     typical: bool = False  # of its kernel: one whose text for another target tells as much as that of all
 
     @property
@@ -58,6 +59,7 @@ class KernelCase(NamedTuple):
 def cases() -> Iterator[KernelCase]:
     yield from _reductions()
     yield from _allreduces()
+    yield from _coded()
     yield from _collectives()
 
 
@@ -96,7 +98,7 @@ def _reductions() -> Iterator[KernelCase]:
 def _allreduces() -> Iterator[KernelCase]:
     chosen = [(2, tl.bfloat16, "sum"), (4, tl.bfloat16, "sum"), (8, tl.bfloat16, "avg"), (0, tl.float32, "sum")]
     for w, T, op, small in (*((*each, False) for each in chosen), (8, tl.bfloat16, "avg", True)):
-        constants = compiled_for(Variant(T, OPS.index(op), w, True, 64, 256 << 10, 64 << 10), small)
+        constants = compiled_for(Variant(T, OPS.index(op), w, True, 64, 256 << 10, 64 << 10, False), small)
         # Posting reads what is the caller's, or its copy; a holder's chunk and the posted inputs lie behind one wait,
         # the reduced shards behind two.
         yield KernelCase(
@@ -111,6 +113,32 @@ def _allreduces() -> Iterator[KernelCase]:
             signals=6,  # BEGUN, POSTED, REDUCED, TAKEN, RETURNED, FINISHED
             waits=2,
             typical=w == 2,
+        )
+
+
+def _coded() -> Iterator[KernelCase]:
+    """An all-reduce whose elements travel as fp8: inputs are encoded, and copied where a chunk is handed on, in front
+    of all waits; the records of all are reduced behind one, and decoded behind two."""
+    chosen = (
+        (tl.float32, "sum", False),
+        (tl.bfloat16, "avg", False),
+        (tl.float16, "sum", False),
+        (tl.float32, "sum", True),
+    )
+    for T, op, small in chosen:
+        yield KernelCase(
+            "allreduce",
+            f"fp8 {T} {op}{' small' * small}",
+            allreduce,
+            dict.fromkeys(SCALARS, "i64"),
+            compiled_for(Variant(T, OPS.index(op), 0, True, 64, 256 << 10, 64 << 10, True), small),
+            loops=5,
+            coded=1,
+            unfenced=2,
+            twice=1,
+            signals=6,
+            waits=2,
+            typical=op == "avg",
         )
 
 

@@ -75,7 +75,7 @@ def examine(case: KernelCase, target: str) -> Facts:
         registers=registers,
         shared=kernel.metadata.shared,
         local=local,
-        loops=graph.main_loops(),
+        loops=graph.main_loops(32 if case.coded else WIDE),
         signals=sum(i.releases for i in graph.instructions),
         waits=sum(i.acquires and not i.releases for i in graph.instructions),
         noncoherent=sum(".nc" in i.name for i in graph.instructions),
@@ -93,8 +93,12 @@ def problems(case: KernelCase, facts: Facts, graph: ControlFlowGraph) -> Iterato
         narrow = sum(n for kind in (loop.loads, loop.stores) for bits, n in kind.items() if bits < WIDE)
         if min(widths) <= 16:
             yield f"a main loop moves {min(widths)} bits at a time: {_loop(loop)}; is an alignment unknown?"
-        elif max(loop.stores, default=0) < WIDE or max(loop.loads, default=0) < WIDE or narrow > wide:
+        elif not case.coded and (
+            max(loop.stores, default=0) < WIDE or max(loop.loads, default=0) < WIDE or narrow > wide
+        ):
             yield f"a main loop does not move {WIDE} bits at a time: {_loop(loop)}; is an alignment unknown?"
+    if case.coded and (n := sum(max((*loop.loads, *loop.stores)) < WIDE for loop in facts.loops)) > case.coded:
+        yield f"{n} main loops move nothing {WIDE} bits at a time, {case.coded} may; is an alignment unknown?"
     if facts.local:
         yield f"{facts.local} bytes a thread in local memory: {facts.registers} registers do not hold it"
     if facts.noncoherent:

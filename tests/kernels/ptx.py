@@ -2,8 +2,8 @@
 
 Read from PTX, where accesses are still as the compiler of Triton made them, by pure functions. The blocks of the text
 make a graph, back edges of which make loops. A **main loop** is one that moves whole tiles: it has an access of its
-own, not one of a loop within it, that no predicate guards, and that is more than a scalar. Tails are guarded, and so is
-what one thread does for all.
+own, not one of a loop within it, that no predicate guards, and that is more than a scalar, or four codes of fp8, where
+a kernel moves those. Tails are guarded, and so is what one thread does for all.
 """
 
 from __future__ import annotations
@@ -189,11 +189,17 @@ class ControlFlowGraph:
                             todo.extend(self.before[inside])
         return found
 
-    def main_loops(self) -> list[Loop]:
+    def main_loops(self, least: int) -> list[Loop]:
+        """`least`: bits of an access that moves a tile though it is no vector, in a loop with no main loop within."""
         found = []
+        tiles = [body for body in self.loops.values() if any(not i.scalar for i in self._own(body))]
+        tiles += [
+            body
+            for body in self.loops.values()
+            if any(i.bits == least for i in self._own(body)) and not any(tile <= body for tile in tiles)
+        ]
         for head, body in sorted(self.loops.items()):
-            within = set().union(*(other for other in self.loops.values() if other < body))
-            if not any(not i.guarded and not i.scalar for i in self._accesses(body - within)):
+            if body not in tiles:
                 continue
             widths = [Counter(i.bits for i in self._accesses(body) if i.kind == kind) for kind in ("load", "store")]
             loads, stores = (dict(sorted(kind.items(), reverse=True)) for kind in widths)
@@ -202,6 +208,11 @@ class ControlFlowGraph:
             )
             found.append(Loop(loads, stores, fences))
         return found
+
+    def _own(self, body: set[int]) -> Iterator[Instruction]:
+        """The accesses of a loop that lie in none within it, and that no predicate guards."""
+        within = set().union(*(other for other in self.loops.values() if other < body))
+        return (i for i in self._accesses(body - within) if not i.guarded)
 
     def _accesses(self, blocks: set[int]) -> Iterator[Instruction]:
         return (i for block in blocks for i in self.blocks[block].instructions if i.kind and not i.word)

@@ -117,15 +117,15 @@ class Rank:
 
     def launch(
         self, x: torch.Tensor, *, op: str = "sum", call: int = 0, grid: int = 1, deadline: float = 0.0,
-        template: int = 0, sources: int = 2, kept: torch.Tensor | None = None,
+        template: int = 0, sources: int = 2, kept: torch.Tensor | None = None, coded: bool = False,
     ) -> None:  # fmt: skip
         """In the process of the rank."""
         chunks = chunk_count(x.numel(), CHUNK // x.element_size())
         allreduce[(max(1, min(grid, LANES, chunks)),)](
             self.ctl.data_ptr(), self.state.data_ptr(), self.view.data_ptr(), x.data_ptr(),
             0 if kept is None else kept.data_ptr(), chunks, x.numel(), call or x.numel(), template,
-            int(deadline * 1e9), T=_TYPES[x.dtype], OP=OPS.index(op), W=sources, BLOCK=256, COPIED=128, ALIGNED=True,
-            LANES=LANES, CHUNK=CHUNK, ONE_SHOT=ONE_SHOT, THREADS=THREADS,
+            int(deadline * 1e9), T=_TYPES[x.dtype], OP=OPS.index(op), W=sources, BLOCK=512 if coded else 256,
+            COPIED=128, ALIGNED=True, LANES=LANES, CHUNK=CHUNK, ONE_SHOT=ONE_SHOT, THREADS=THREADS, CODED=coded,
         )  # fmt: skip
 
     def run(self, op: CollectiveOperation, *, grid: int = 1, sources: int = 2) -> None:

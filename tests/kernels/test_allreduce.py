@@ -21,6 +21,7 @@ from ftcomm.kernels.device import allreduce as module
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.kernels.host.reduce import Reducer, operand
+from tests.coded import coded as coded_result
 
 from .ranks import CHUNK, LANES, Op, Rank, group, join, running, seed, start, until, view_change
 
@@ -43,32 +44,36 @@ def arrays(count: int, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
     return made
 
 
-def expected(sources: list[torch.Tensor], op: str) -> torch.Tensor:
-    """By the host form, in the order of the ranks."""
+def expected(sources: list[torch.Tensor], op: str, coded: bool = False) -> torch.Tensor:
+    """By the host form, in the order of the ranks; of elements that travel as fp8, by the definition of that."""
     name = str(sources[0].dtype).removeprefix("torch.")
     carriers = [(x.view(torch.uint16) if name == "bfloat16" else x).numpy() for x in sources]
+    if coded:
+        return torch.from_numpy(coded_result(carriers, name, op)).view(sources[0].dtype)
     out = np.empty_like(carriers[0])
     Reducer().get(name, op)([operand(name, x) for x in carriers], operand(name, out))
     return torch.from_numpy(out).view(sources[0].dtype)
 
 
-def reduce_all(ranks: list[Rank], *ops: tuple[list[torch.Tensor], str]) -> None:
+def reduce_all(ranks: list[Rank], *ops: tuple[list[torch.Tensor], str], coded: bool = False) -> None:
     """One op after the other; an array of each rank, and what is done with them."""
 
     def body(me: int) -> None:
         for xs, op in ops:
-            ranks[me].launch(xs[me], op=op)
+            ranks[me].launch(xs[me], op=op, coded=coded)
             assert ranks[me].status in (w.OK, w.MISMATCH)
 
     join(start(*[functools.partial(body, me) for me in range(len(ranks))]))
 
 
-def check(ops: list[tuple[list[torch.Tensor], str]], size: int, contributing: list[int] | None = None) -> None:
+def check(
+    ops: list[tuple[list[torch.Tensor], str]], size: int, contributing: list[int] | None = None, coded: bool = False
+) -> None:
     """Run all in one group; every rank has the bits of the host form, and has returned them all."""
     ranks = group(size, contributing)
     who = range(size) if contributing is None else contributing
-    wanted = [expected([xs[i].clone() for i in who], op) for xs, op in ops]
-    reduce_all(ranks, *ops)
+    wanted = [expected([xs[i].clone() for i in who], op, coded) for xs, op in ops]
+    reduce_all(ranks, *ops, coded=coded)
     assert [rank.returned for rank in ranks] == [len(ops)] * size
     for (xs, op), want in zip(ops, wanted, strict=True):
         for x in xs:
@@ -79,6 +84,31 @@ def check(ops: list[tuple[list[torch.Tensor], str]], size: int, contributing: li
 def test_sums(size: int) -> None:
     """One after the other in one epoch, one-shot and two-shot: the counters of the lanes go on."""
     check([(arrays(count, torch.float32, size), "sum") for count in (0, 1, 255, 257, 700, 5000, 100)], size)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "op"),
+    [
+        (1, "float32", "sum"),
+        (2, "float16", "avg"),
+        (3, "bfloat16", "sum"),
+        (5, "float32", "avg"),
+        (8, "float32", "sum"),
+    ],
+)
+def test_coded_sums(size: int, dtype: str, op: str) -> None:
+    """By the definition of the code, of all an op at once: one-shot and two-shot, of no block, a part of one and many;
+    with zeros, NaN, infinities, what is subnormal and what overflows among them."""
+    counts = (0, 1, 255, 257, 700, 5000, 2049) if size < 4 else (257, 2049)
+    ops = [(arrays(count, getattr(torch, dtype), size), op) for count in counts]
+    largest = torch.finfo(getattr(torch, dtype)).max
+    odd = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), largest, -largest, 1e-40, 3e-8)
+    for xs, _ in ops:
+        for who, x in enumerate(xs if len(xs[0]) > 2048 else ()):
+            x[256:512] = 0.0
+            x[700 : 700 + len(odd) * 128 : 128] = torch.tensor(odd).roll(who).to(x.dtype)
+            x[2048:] = -0.0
+    check(ops, size, coded=True)
 
 
 def test_counters_go_on_beyond_32_bits() -> None:
@@ -118,9 +148,10 @@ def test_members_with_other_grids() -> None:
     assert all(torch.equal(x, want) for x in xs)
 
 
+@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("contributing", [[0, 2], [1]])
-def test_who_catches_up_gets_the_sum_of_the_others(contributing: list[int]) -> None:
-    check([(arrays(count, torch.float32, 3), "sum") for count in (300, 5000)], 3, contributing)
+def test_who_catches_up_gets_the_sum_of_the_others(contributing: list[int], coded: bool) -> None:
+    check([(arrays(count, torch.float32, 3), "sum") for count in (300, 5000)], 3, contributing, coded)
 
 
 def test_calls_that_differ_end_the_op_everywhere_and_touch_nothing() -> None:
@@ -232,7 +263,8 @@ def test_a_launch_that_is_broken_off_goes_on_in_the_next_epoch() -> None:
     assert all(torch.equal(x, want) for x in xs)
 
 
-def test_what_is_reduced_again_is_reduced_from_the_copy() -> None:
+@pytest.mark.parametrize("coded", [False, True])
+def test_what_is_reduced_again_is_reduced_from_the_copy(coded: bool) -> None:
     """An op that may only have one set of contributors: what was FINAL becomes INPUT once more."""
     (rank,), (x, kept) = group(1), arrays(700, torch.float32, 2)
     final = x.clone()
@@ -241,10 +273,11 @@ def test_what_is_reduced_again_is_reduced_from_the_copy() -> None:
         rank.tasks[i] = word
     rank.left = 3
     view_change([rank], [0], 2, 0)
-    rank.launch(x, kept=kept)
+    rank.launch(x, kept=kept, coded=coded)
     own = slice(CHUNK // 4, 2 * CHUNK // 4)
-    kept[own] = final[own]
-    assert torch.equal(x, kept)
+    want = expected([kept], "sum", coded)
+    want[own] = final[own]
+    assert torch.equal(x, want)
 
 
 def test_a_hundred_aborts_and_then_a_right_sum() -> None:
@@ -266,7 +299,7 @@ def test_a_hundred_aborts_and_then_a_right_sum() -> None:
     assert all(torch.equal(x, want) for x in xs)
 
 
-def stopping(rank: Rank, x: torch.Tensor, before: int) -> Callable[[], None]:
+def stopping(rank: Rank, x: torch.Tensor, before: int, coded: bool = False) -> Callable[[], None]:
     """It launches, and stops before it takes its task number `before`, from 0 on."""
 
     def body() -> None:
@@ -278,7 +311,7 @@ def stopping(rank: Rank, x: torch.Tensor, before: int) -> Callable[[], None]:
             return take(*args)
 
         module.take = stops  # of this process
-        rank.launch(x)
+        rank.launch(x, coded=coded)
 
     return body
 
@@ -288,11 +321,13 @@ def until_stopped(process: BaseProcess) -> None:
     until("it has stopped", lambda: stat.read_text().rpartition(") ")[2].startswith("T"))
 
 
-def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
+@pytest.mark.parametrize("coded", [False, True])
+def test_who_was_left_behind_never_returns_and_writes_to_nobody(coded: bool) -> None:
     """Stopped in mid-op; the others go on without it, through its staging as well, before it wakes."""
     ranks, xs = group(3), arrays(6000, torch.float32, 3)
-    stops = stopping(ranks[2], xs[2], 2)
-    with running(lambda: ranks[0].launch(xs[0]), lambda: ranks[1].launch(xs[1]), stops) as processes:
+    stops = stopping(ranks[2], xs[2], 2, coded)
+    others = [lambda r=r, x=x: r.launch(x, coded=coded) for r, x in zip(ranks[:2], xs[:2], strict=True)]
+    with running(*others, stops) as processes:
         until_stopped(processes[2])
         assert ranks[2].flags[w.TAKEN] == 1 << COUNTER | 2
         for rank in ranks[:2]:
@@ -336,9 +371,10 @@ def test_who_was_left_behind_does_not_return_what_changes_under_it() -> None:
             assert ranks[2].returned == 0
 
 
+@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("count", [600, 6000])
-def test_the_survivors_finish_the_op(size: int, count: int) -> None:
+def test_the_survivors_finish_the_op(size: int, count: int, coded: bool) -> None:
     """One is killed at any moment. What the words of the others say, and the plan, make one result of it."""
     chance = random.Random(seed())
     for _ in range(2):
@@ -346,7 +382,8 @@ def test_the_survivors_finish_the_op(size: int, count: int) -> None:
         inputs = [x.clone() for x in xs]
         op, everybody, victim = Op(xs, 0), list(range(size)), chance.randrange(size)
         survivors = [who for who in everybody if who != victim]
-        with running(*[lambda r=r, x=x: r.launch(x) for r, x in zip(ranks, xs, strict=True)]) as processes:
+        bodies = [lambda r=r, x=x: r.launch(x, coded=coded) for r, x in zip(ranks, xs, strict=True)]
+        with running(*bodies) as processes:
             until("begun", lambda: ranks[victim].begun or ranks[victim].returned)  # noqa: B023
             time.sleep(chance.random() * (0.02 if count < 1000 else 0.3))
             processes[victim].kill()
@@ -367,5 +404,5 @@ def test_the_survivors_finish_the_op(size: int, count: int) -> None:
             assert torch.equal(xs[who], xs[survivors[0]])
         for chunk, contributors in op.finals[survivors[0]].items():
             part = slice(chunk * CHUNK // 4, (chunk + 1) * CHUNK // 4)
-            want = expected([inputs[who][part].clone() for who in contributors], "sum")
+            want = expected([inputs[who][part].clone() for who in contributors], "sum", coded)
             assert torch.equal(xs[survivors[0]][part], want), (chunk, contributors)

@@ -31,8 +31,9 @@ WRITE_TIMEOUT = 1.0  # s of it for a kernel that has yet to write: on a busy mac
 
 
 def _launch(
-    ranks: list[Rank], x: torch.Tensor | CollectiveOperation, me: int, chance: int, change: Callable[[], None] | None
-) -> None:
+    ranks: list[Rank], x: torch.Tensor | CollectiveOperation, me: int, chance: int, change: Callable[[], None] | None,
+    coded: bool = False,
+) -> None:  # fmt: skip
     """In the process of a rank."""
     others = [each for rank in ranks if rank is not ranks[me] for each in (rank.flags, rank.staging)]
     memory = WeakMemory([*others, ranks[me].ctl, ranks[me].tasks], chance + me)
@@ -43,21 +44,22 @@ def _launch(
     if isinstance(x, CollectiveOperation):
         ranks[me].run(x)
     else:
-        ranks[me].launch(x)
+        ranks[me].launch(x, coded=coded)
     memory.settle()
 
 
 def play(
-    chance: int, change: Callable[[], None] | None = None, *, changes: int = 3, shape: tuple[int, int] | None = None
-) -> str:
+    chance: int, change: Callable[[], None] | None = None, *, changes: int = 3, shape: tuple[int, int] | None = None,
+    coded: bool = False,
+) -> str:  # fmt: skip
     """One op of two or three ranks, frozen `changes` times at any moment. Returns what is wrong, or "" if nothing."""
     draw = random.Random(chance)
     size, count = shape or draw.choice(((2, 300), (2, 700), (3, 300)))
     ranks, xs = group(size), arrays(count, torch.float32, size)
-    want, everybody = expected([x.clone() for x in xs], "sum"), list(range(size))
+    want, everybody = expected([x.clone() for x in xs], "sum", coded), list(range(size))
     op = Op(xs, 0)
     deadline = DEADLINE if change is None else 20.0
-    bodies = [functools.partial(_launch, ranks, xs[me], me, chance, change) for me in everybody]
+    bodies = [functools.partial(_launch, ranks, xs[me], me, chance, change, coded) for me in everybody]
     with running(*bodies):
         for epoch in range(2, changes + 2):
             time.sleep(draw.random() * 0.1)
@@ -190,6 +192,7 @@ def test_sums_and_view_changes_hold() -> None:
     chance = seed()
     for each in range(chance, chance + 3):
         assert play(each) == "", each
+        assert play(each, coded=True) == "", each
     for each in range(chance, chance + 4):
         assert hold(each) == "", each
         assert freeze_as_it_begins(each, fenced=True) == "", each
@@ -208,6 +211,8 @@ def _store(flag: object, copy: object, value: object) -> None:
 
 _one_shot = functools.partial(play, changes=0, shape=(2, 300))
 _two_shot = functools.partial(play, changes=0, shape=(3, 300))
+_coded_one_shot = functools.partial(play, changes=0, shape=(2, 300), coded=True)
+_coded_two_shot = functools.partial(play, changes=0, shape=(3, 300), coded=True)
 
 
 @pytest.mark.protocol
@@ -219,6 +224,9 @@ _two_shot = functools.partial(play, changes=0, shape=(3, 300))
         pytest.param(move, lambda: setattr(lane, "fence", _nothing), id="the fence behind flags, where rows are moved"),
         pytest.param(move, lambda: setattr(allreduce, "announce", _store), id="the release where rows are moved"),
         pytest.param(_two_shot, lambda: setattr(lane, "announce", _store), id="the release of REDUCED"),
+        pytest.param(_coded_one_shot, lambda: setattr(lane, "fence", _nothing), id="the fence in front of codes"),
+        pytest.param(_coded_one_shot, lambda: setattr(allreduce, "announce", _store), id="the release of codes"),
+        pytest.param(_coded_two_shot, lambda: setattr(lane, "announce", _store), id="the release of reduced codes"),
         pytest.param(hold, lambda: setattr(attempts, "fence", _nothing), id="the fence behind OPEN"),
         pytest.param(hold, lambda: setattr(attempts, "publish", signal.write), id="the release of FINISHED"),
     ],

@@ -22,9 +22,11 @@ PAUSE = 0.005
 
 
 def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """An all-reduce a step. Replica r contributes 2**r, so every element of a result tells who is in it."""
+    """An all-reduce a step. Replica r contributes 2**r, so every element of a result tells who is in it; of up to four
+    also in the form `wire` = "fp8"."""
     elements = arguments["elements"]
     array = np.empty(elements, np.float32)
+    wire = arguments.get("wire")
     pace = Pace(group, arguments)
     for step in ftcomm.steps(arguments["steps"]):
         pace.keep(step)
@@ -33,13 +35,13 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
         array[:] = 2.0**group.replica
         if step % 2:
             atomic = step % 4 == 3
-            work = group.allreduce(array, async_op=True, atomic=atomic)
+            work = group.allreduce(array, async_op=True, atomic=atomic, compression=wire)
             work.wait()
             spans = work.contributors
             if atomic and len(spans) > 1:
                 notes.write(kind="wrong", step=step, spans=[list(span) for span in spans])
         else:
-            group.allreduce(array)
+            group.allreduce(array, compression=wire)
             spans = seen(array)
         for start, stop, replicas in spans:
             expected = float(sum(2**replica for replica in replicas))

@@ -30,30 +30,38 @@ def before_announce(hook: Callable[[str], None], after: Callable[[str], None] = 
 
 def within_copies(hook: Callable[[str], None]) -> None:
     """`hook` is called with "copy" when half of an input is in the staging, and with "read" when some shards of a
-    reduced chunk, not all, are in the result."""
+    reduced chunk, not all, are in the result; of elements that travel coded, too."""
     from ftcomm.kernels.device import lane
 
-    copy_span, gather = lane.copy_span, lane._gather
     shards: list[int] = []  # copied of the chunk that is being gathered
 
-    def copied(source: Any, to: Any, n: Any, *rest: Any) -> Any:
-        device = _device()
-        if device.own.staging <= _number(to) < device.own.flags:
-            copy_span(source, to, n // 2, *rest)
-            hook("copy")
-        elif shards:
-            shards[0] += 1
-            if shards[0] == 2:
-                hook("read")
-        return copy_span(source, to, n, *rest)
+    def copied(copy_span: Callable[..., Any]) -> Callable[..., Any]:
+        def copies(source: Any, to: Any, n: Any, *rest: Any) -> Any:
+            device = _device()
+            if device.own.staging <= _number(to) < device.own.flags:
+                copy_span(source, to, n // 2, *rest)
+                hook("copy")
+            elif shards:
+                shards[0] += 1
+                if shards[0] == 2:
+                    hook("read")
+            return copy_span(source, to, n, *rest)
 
-    def gathered(*arguments: Any) -> Any:
-        shards[:] = [0]
-        result = gather(*arguments)
-        shards.clear()
-        return result
+        return copies
 
-    lane.copy_span, lane._gather = copied, gathered
+    def gathered(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def gathers(*arguments: Any) -> Any:
+            shards[:] = [0]
+            result = gather(*arguments)
+            shards.clear()
+            return result
+
+        return gathers
+
+    for name in ("copy_span", "encode_span", "decode_span"):
+        setattr(lane, name, copied(getattr(lane, name)))
+    for name in ("_gather", "_gather_coded"):
+        setattr(lane, name, gathered(getattr(lane, name)))
 
 
 def _device() -> Any:

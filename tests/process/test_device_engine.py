@@ -25,8 +25,10 @@ import ftcomm
 from ftcomm.arrays import stage
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
+from ftcomm.kernels.host.fp8 import DTYPES as CODED_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings import INTERPRETERS, Settings
+from tests.coded import coded
 
 from . import inside, torn
 from .bodies import reduce_forever
@@ -81,17 +83,19 @@ def reduce_kinds(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -
         group.allreduce(np.ones(3), max_sms=0)  # counts as no call
     reducer = Reducer()
     works = []
-    for number, (count, dtype, op, atomic) in enumerate(arguments["ops"]):
+    for number, (count, dtype, op, atomic, wire) in enumerate(arguments["ops"]):
         inputs = [given(arguments["seed"] + number, replica, count, dtype) for replica in group.members]
-        expected = np.empty_like(stage(inputs[0]).flat)
-        with np.errstate(all="ignore"):
-            sources = [operand(dtype, stage(x).flat) for x in inputs]
-            reducer.get(dtype, op)(sources, operand(dtype, expected))
+        flat = [stage(x).flat for x in inputs]
+        expected = coded(flat, dtype, op) if wire else np.empty_like(flat[0])
+        if not wire:
+            with np.errstate(all="ignore"):
+                reducer.get(dtype, op)([operand(dtype, x) for x in flat], operand(dtype, expected))
         mine = inputs[group.members.index(group.replica)]
-        works.append((group.allreduce(mine, op, async_op=True, atomic=atomic, max_sms=1 + number % 3), expected))
+        how = {"atomic": atomic, "max_sms": 1 + number % 3, "compression": wire}
+        works.append((group.allreduce(mine, op, async_op=True, **how), expected))
     for (work, expected), what in zip(works, arguments["ops"], strict=True):
         got = stage(work.wait()).flat
-        if not _equal(got, expected):
+        if not (got.tobytes() == expected.tobytes() if what[-1] else _equal(got, expected)):
             at = np.flatnonzero((got != expected) & ((got == got) | (expected == expected)))  # NaN is not itself
             notes.write(kind="wrong", what=what, at=at[:5].tolist(), got=str(got[at][:5]), want=str(expected[at][:5]))
         if [list(span.replicas) for span in work.contributors] != [list(group.members)]:
@@ -109,7 +113,8 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 def test_every_dtype_and_op(tmp_path: Path) -> None:
     """Nothing, one element, odd tails, chunks of one lane and of several; queued one behind the other. Each dtype with
-    one op, and each op: all pairs, and two, three and four members, are those of tests/kernels."""
+    one op, and each op: all pairs, and two, three and four members, are those of tests/kernels. Then those that travel
+    as fp8."""
     replicas = 3
     rng = random.Random(SEED)
     turn = rng.randrange(len(OPS))
@@ -119,10 +124,16 @@ def test_every_dtype_and_op(tmp_path: Path) -> None:
         kinds.append((dtype, able[(turn + place) % len(able)]))
     assert {op for _, op in kinds} == set(OPS)
     sizes = [0, 1, 17, 4097, CHUNK // 4 + 3]
-    ops = [(rng.choice(sizes), dtype, op, rng.random() < 0.3) for dtype, op in kinds]
+    ops: list[tuple[int, str, str, bool, str | None]] = [
+        (rng.choice(sizes), dtype, op, rng.random() < 0.3, None) for dtype, op in kinds
+    ]
+    ops += [
+        (rng.choice(sizes), dtype, op, rng.random() < 0.3, "fp8") for dtype in CODED_DTYPES for op in ("sum", "avg")
+    ]
     rng.shuffle(ops)
     # The second is one whose call has 32 bits, behind one whose call has more, in the same lanes.
-    ops += [(6 * CHUNK // 2 + 5, "bfloat16", "sum", True), (TWO_SHOT + 1, "float32", "avg", False)]
+    ops += [(6 * CHUNK // 2 + 5, "bfloat16", "sum", True, None), (TWO_SHOT + 1, "float32", "avg", False, None)]
+    ops += [(TWO_SHOT + 1, dtype, "avg", False, "fp8") for dtype in CODED_DTYPES]
     with job(tmp_path, replicas, reduce_kinds, ops=ops, seed=SEED) as running:
         for replica in range(replicas):
             assert running.join(replica) == [0], f"seed {SEED}: {running.errors()}"
@@ -170,12 +181,14 @@ def test_different_calls_are_an_error_on_all_and_the_group_goes_on(tmp_path: Pat
 # ---- losses -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("point", "elements"), [("posted", TWO_SHOT), ("reduced", TWO_SHOT), ("taken", TWO_SHOT), ("taken", ONE_SHOT)]
-)
-def test_one_is_killed_inside_the_kernel(tmp_path: Path, point: str, elements: int) -> None:
+POINTS = [("posted", TWO_SHOT), ("reduced", TWO_SHOT), ("taken", TWO_SHOT), ("taken", ONE_SHOT)]
+
+
+@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize(("point", "elements"), POINTS)
+def test_one_is_killed_inside_the_kernel(tmp_path: Path, point: str, elements: int, wire: str | None) -> None:
     """Several times, at later and later chunks, in plain and atomic ops; a new life of it joins each time."""
-    with job(tmp_path, 3, elements=elements, prepare=watch_points) as running:
+    with job(tmp_path, 3, elements=elements, wire=wire, prepare=watch_points) as running:
         points = Points(tmp_path)
         running.wait_contributing({0, 1, 2})
         for _ in range(3):
@@ -216,13 +229,14 @@ def reduce_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     reduce_forever(group, notes, arguments)
 
 
+@pytest.mark.parametrize("wire", [None, "fp8"])
 @pytest.mark.parametrize("atomic", [False, True])
-def test_what_the_others_hold_of_an_op_when_one_dies_in_it(tmp_path: Path, atomic: bool) -> None:
+def test_what_the_others_hold_of_an_op_when_one_dies_in_it(tmp_path: Path, atomic: bool, wire: str | None) -> None:
     """Four chunks, a lane each, which the interpreter runs one after the other: two are FINAL at the others, with the
     input of the one that dies. They stay, if they may; of an atomic op, as step 3 is one, they are reduced again."""
     step = 3 if atomic else 1
     with job(
-        tmp_path, 3, reduce_and_die, elements=TWO_SHOT, take=1 + 4 * step + 2
+        tmp_path, 3, reduce_and_die, elements=TWO_SHOT, wire=wire, take=1 + 4 * step + 2
     ) as running:  # the first: where loops begin
         running.wait_event("view without 1", lambda events: _newest(events) == [0, 2])
         _go_on(running, 2)
@@ -232,8 +246,9 @@ def test_what_the_others_hold_of_an_op_when_one_dies_in_it(tmp_path: Path, atomi
     assert [note["spans"] for note in steps[step].values()] == [spans, spans]
 
 
-def test_losses_until_one_is_left(tmp_path: Path) -> None:
-    with job(tmp_path, 4, elements=TWO_SHOT, prepare=watch_points) as running:
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_losses_until_one_is_left(tmp_path: Path, wire: str | None) -> None:
+    with job(tmp_path, 4, elements=TWO_SHOT, wire=wire, prepare=watch_points) as running:
         points = Points(tmp_path)
         running.wait_contributing({0, 1, 2, 3})
         points.die(2, "taken")
@@ -251,10 +266,12 @@ def _newest(events: list[dict[str, Any]]) -> list[int]:
     return views[-1] if views else []
 
 
-@pytest.mark.parametrize("place", ["copy", "taken", "read"])
-def test_who_is_stopped_inside_the_kernel_and_wakes_removed(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "wire"), [("copy", None), ("taken", None), ("read", None), ("copy", "fp8"), ("read", "fp8")]
+)
+def test_who_is_stopped_inside_the_kernel_and_wakes_removed(tmp_path: Path, place: str, wire: str | None) -> None:
     """It goes on where it was, in an epoch that is over: it changes nothing, returns nothing, and learns it."""
-    how: dict[str, Any] = dict(victim=(1, 0), place=place, times=6, elements=TWO_SHOT, **STALL)
+    how: dict[str, Any] = dict(victim=(1, 0), place=place, times=6, elements=TWO_SHOT, wire=wire, **STALL)
     with job(tmp_path, 3, torn.reduce_and_stop, **how) as running:
         running.wait_event("view without 1", lambda events: _newest(events) == [0, 2])
         _go_on(running, 8)

@@ -39,14 +39,15 @@ def job(folder: Path, replicas: int, body: Any, **arguments: Any) -> Job:
 
 
 class Replayed:
-    """Two captured ops, one of them atomic, and one that is called behind them: what they made of 2**replica."""
+    """Two captured ops, one of them atomic and coded as fp8, and one that is called behind them: what they made of
+    2**replica."""
 
     def __init__(self, group: ftcomm.Group) -> None:
         self.group, self.device = group, group._engine.device
         self.arrays = [np.empty(n, np.float32) for n in (ELEMENTS, ELEMENTS, 3000)]
         with self.device.capture() as self.graph:
-            for array, atomic in zip(self.arrays, (False, True), strict=False):
-                group.allreduce(array, atomic=atomic)
+            group.allreduce(self.arrays[0])
+            group.allreduce(self.arrays[1], atomic=True, compression="fp8")
 
     def step(self, notes: Notes, step: int) -> None:
         """In every other step nothing is called."""

@@ -542,7 +542,6 @@ def test_a_level_that_failed_is_an_error() -> None:
         ("allreduce --compression bf16", "is not one of 'input', 'fp32', 'fp8'"),
         ("allreduce --compression fp8 -o max", "--compression fp8: compression='fp8' with op='max'"),
         ("allreduce --compression input,fp32 -d int32", "--compression fp32: compression='fp32' of int32"),
-        ("allreduce --compression fp8 --device cuda", "add --device cpu"),
         ("allgather --compression fp8", "only an all-reduce has another form"),
         ("allreduce -G", "add --device cuda"),
         ("allreduce --sms 4", "add --device cuda"),

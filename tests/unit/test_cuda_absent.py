@@ -137,7 +137,7 @@ def test_what_is_said_without_peer_access() -> None:
 
 @no_driver
 @pytest.mark.parametrize("second", [0, 16])
-@pytest.mark.parametrize("name", ["allreduce", "collective"])
+@pytest.mark.parametrize("name", ["allreduce", "coded allreduce", "collective"])
 def test_a_kernel_can_be_loaded_without_touching_anything(name: str, second: int) -> None:
     """What CudaDevice launches first of every variant: OPEN says that all is over, so no other address is looked at."""
     from ftcomm.kernels.device.allreduce import allreduce, collective
@@ -149,7 +149,7 @@ def test_a_kernel_can_be_loaded_without_touching_anything(name: str, second: int
         **{"T": tl.float32, "OP": 0, "W": 2, "ALIGNED": True, "LANES": 4, "CHUNK": 1 << 16},
         **{"BLOCK": 1024, "COPIED": 1024, "THREADS": 32},
     }
-    kernel, own, rest = (allreduce, {"ONE_SHOT": 1 << 12}, ())
+    kernel, own, rest = (allreduce, {"ONE_SHOT": 1 << 12, "CODED": name.startswith("coded")}, ())
     if name == "collective":
         kernel, own, rest = collective, {"ROWS": 1}, (7, second)
     nowhere = 16  # an address that cannot be read

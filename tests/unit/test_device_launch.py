@@ -10,7 +10,7 @@ import pytest
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE, Task, all_reduce
 from ftcomm.engines.gpu_kernel.device import Reached
-from ftcomm.engines.gpu_kernel.launch import account, lane_word, missing, task_words, view_words
+from ftcomm.engines.gpu_kernel.launch import account, lane_word, missing, task_words, variant, view_words
 from ftcomm.engines.gpu_kernel.layout import INTERPRETED
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words
@@ -102,3 +102,13 @@ def test_the_table_of_members() -> None:
     assert table[words.SOURCE_STAGING : words.SOURCE_STAGING + 3] == [2000, 2004, 0]
     alone = GroupView(7, 1, (0, 1, 4), frozenset((4,)), one_host=False)
     assert [view_words(alone, reached, 0)[i] for i in (words.SOLE, words.ONE_HOST)] == [2, 0]
+
+
+def test_an_op_whose_elements_travel_coded_is_another_call_with_a_kernel_of_its_own() -> None:
+    array = np.zeros(1000, np.float32)
+    plain, coded = (KernelOperation(array, "float32", "avg", 4096, compression=how) for how in ("input", "fp8"))
+    assert plain.call != coded.call
+    assert (len(plain.finals), plain.elements) == (len(coded.finals), coded.elements) == (1, 1024)
+    assert [variant(op, 16, LAYOUT, VIEW).CODED for op in (plain, coded)] == [False, True]
+    views = [dataclasses.replace(VIEW, contributing=frozenset(some)) for some in ((1,), (0, 4), (0, 1, 4))]
+    assert {variant(coded, 16, LAYOUT, view).W for view in views} == {0}, "a kernel for each number of contributors"

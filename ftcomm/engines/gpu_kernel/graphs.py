@@ -35,6 +35,6 @@ def captured(template: int) -> bool:
 
 def replay_of(op: KernelOperation, chunk: int) -> KernelOperation:
     """One replay of the captured `op`, to be numbered. `chunk` is that of the device."""
-    replay = KernelOperation(op.array, op.dtype, op.op, chunk, op.atomic, max_sms=op.max_sms)
+    replay = KernelOperation(op.array, op.dtype, op.op, chunk, op.atomic, op.compression, op.max_sms)
     replay.template = op.template
     return replay

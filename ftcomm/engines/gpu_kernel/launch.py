@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import triton.language as tl
 
+from ftcomm.collective.compression import FP8
 from ftcomm.collective.gate import Gate
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
@@ -27,7 +28,8 @@ def variant(op: KernelOperation, address: int, layout: Layout, view: GroupView) 
     """Returns what the kernel is compiled for. In another view the launch goes on with it: W changes the speed, never
     the result."""
     T, code, unrolled = _reduction(op, view)
-    return Variant(T, code, unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT)
+    coded = op.compression == FP8
+    return Variant(T, code, 0 if coded else unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT, coded)
 
 
 def collective_variant(op: CollectiveOperation, layout: Layout, view: GroupView) -> CollectiveVariant:

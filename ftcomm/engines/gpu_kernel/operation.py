@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftcomm.collective.compression import FP8
 from ftcomm.collective.operation import Operation, call_of, outline_of
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task
@@ -33,12 +32,6 @@ class KernelOperation(Operation):
         call_of(dtype, op, compression)  # raises for what cannot be reduced
         if reason := unsupported(dtype, op):
             raise ArgumentError(f"hosts can do this, kernels that run whole ops (gpu-kernel) cannot: {reason}")
-        if compression == FP8:
-            raise ArgumentError(
-                "compression='fp8' is coded where the host drives; kernels that run whole ops carry elements as they "
-                "are, in the memory of one host. Leave compression out, or set FTCOMM_ENGINE=host or gpu-reduce on "
-                "all ranks"
-            )
         self.max_sms = max_sms
         self.atomic = atomic
         self._begin(array, dtype, op, compression, outline_of(dtype, op, compression, atomic, len(array), chunk, True))
