@@ -420,6 +420,48 @@ def test_nothing_is_captured_before_there_is_a_view_or_after_the_end() -> None:
     assert str(member.submit().error) == "that was it"
 
 
+def test_the_membership_changes_while_a_graph_is_captured(played: tuple[Member, Played]) -> None:
+    """What was captured before belongs to the graph as what comes behind: each is launched once, and runs in the view
+    of its replay."""
+    member, device = played
+    first = capture(member, device)
+    device.into_graph = True
+    called = member.exchange.core.called
+    member.resume(2, member.freeze())
+    device.into_graph = False
+    second = capture(member, device)
+    assert [launch.template for launch in device.launches] == [first.template, second.template]
+    assert (member.exchange.core.called, member.failed) == (called, [])
+    for number, op in enumerate((first, second)):
+        device.begin(op.template, number)
+        device.leave(returned=number == 0)
+    progress = member.freeze()
+    assert (progress.returned, [op.number for op in progress.ops]) == (1, [1])
+    member.resume(3, progress)
+    device.begin(second.template, 1)
+    device.leave(returned=True)
+    member.exchange.wait_all(30)
+    assert member.freeze().returned == 2
+
+
+def test_no_memory_for_the_copy_of_an_atomic_op_ends_this_rank(
+    played: tuple[Member, Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on without it: it has said that it takes part."""
+    member, device = played
+
+    def full(array: object) -> None:
+        raise MemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device, "empty", full)
+    op = KernelOperation(np.zeros(100_000), "float64", "sum", INTERPRETED.chunk, atomic=True)
+    with pytest.raises(MemoryError, match="CUDA out of memory"):
+        member.exchange.submit(op)
+    assert "CUDA out of memory" in str(member.failed[0])
+    assert op.wait(30)
+    assert op.error is member.failed[0]
+
+
 def test_what_has_to_be_copied_cannot_be_captured(member: Member) -> None:
     """The copies would not be replayed."""
     array = np.zeros((4, 4))[:, ::2]

@@ -179,6 +179,8 @@ class CudaDevice:
                 self._op.synchronize()
                 handle = runtime.ipcGetMemHandle(pointer)
             except runtime.CUDARuntimeError as error:
+                lanes.close()
+                lanes.stop()
                 raise TransportError(
                     f"cannot set aside {size >> 20} MB of GPU memory that other processes may open: {error}. Free GPU "
                     "memory, or set FTCOMM_STAGING=host on all ranks."
