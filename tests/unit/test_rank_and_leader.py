@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import socket
 import threading
 import time
 
 import msgspec
+import pytest
 
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.dropped import counts
 from ftcomm.control.links import Link, listen
+from ftcomm.control.rank_errors import JoinError
 from ftcomm.control.server import CoordinatorServer
+from tests import agents_rig
 from tests.agents_rig import CREDENTIALS, Job, Relay
 from tests.stopped_rig import DEADLINE, until
 
@@ -70,6 +75,44 @@ def test_a_rank_of_an_earlier_life_takes_the_place_of_nobody_and_hears_that_it_i
         assert not job.events_of("suspect", "failed")
     finally:
         job.close()
+
+
+def test_a_leader_of_another_job_is_refused_at_once_and_its_ranks_take_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs have one token, and a rank has the address of the other one's leader."""
+    leader_socket = listen("127.0.0.1", 0)
+    job = Job(1, 2)
+    try:
+        there = leader_socket.getsockname()
+        leader = job.agent(0, 0, there, leader_socket)
+        monkeypatch.setattr(agents_rig, "CREDENTIALS", dataclasses.replace(CREDENTIALS, job="another"))
+        stray = job.agent(0, 1, there)
+        with pytest.raises(JoinError, match="it is of the job 'another', expected ''"):
+            stray.register(DEADLINE)
+        assert leader._leading is not None
+        assert not leader._leading.ranks
+    finally:
+        job.close()
+
+
+def test_a_second_leader_of_the_same_replica_is_told_so_and_harms_nobody() -> None:
+    job = Job(1, 2)
+    sockets = [listen("127.0.0.1", 0) for _ in range(2)]
+    try:
+        agents = _two(job, sockets[0])
+        for one in agents:
+            one.register(DEADLINE)
+        stray, _ = _two(job, sockets[1])
+        with pytest.raises(JoinError, match=r"another process is replica 0, and answers; .* \(FTCOMM_REPLICA\)"):
+            stray.register(2.0)
+        assert [event["kind"] for event in job.events_of("view", "suspect", "failed")] == ["view"]
+        assert all(one.view is not None for one in agents)
+    finally:
+        job.close()
+
+
+def _two(job: Job, sock: socket.socket) -> list[Agent]:
+    there = sock.getsockname()
+    return [job.agent(0, 0, there, sock), job.agent(0, 1, there)]
 
 
 def test_a_reset_between_a_rank_and_its_leader_costs_nothing() -> None:
