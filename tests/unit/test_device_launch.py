@@ -10,6 +10,7 @@ import pytest
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE, Task, all_reduce
 from ftcomm.engines.gpu_kernel.device import Reached
+from ftcomm.engines.gpu_kernel.graphs import replay_of
 from ftcomm.engines.gpu_kernel.launch import account, lane_word, missing, task_words, variant, view_words
 from ftcomm.engines.gpu_kernel.layout import INTERPRETED
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
@@ -112,3 +113,11 @@ def test_an_op_whose_elements_travel_coded_is_another_call_with_a_kernel_of_its_
     assert [variant(op, 16, LAYOUT, VIEW).CODED for op in (plain, coded)] == [False, True]
     views = [dataclasses.replace(VIEW, contributing=frozenset(some)) for some in ((1,), (0, 4), (0, 1, 4))]
     assert {variant(coded, 16, LAYOUT, view).W for view in views} == {0}, "a kernel for each number of contributors"
+
+
+@pytest.mark.parametrize("how", ["input", "fp32", "fp8"])
+def test_a_replay_is_the_call_that_was_captured(how: str) -> None:
+    """Else what is said of it, when members have captured different ones, were of another call."""
+    op = KernelOperation(np.zeros(1000, np.float32), "float32", "avg", 4096, atomic=True, compression=how)
+    replay = replay_of(op, 4096)
+    assert (replay.call, replay.compression, len(replay.finals)) == (op.call, how, len(op.finals))

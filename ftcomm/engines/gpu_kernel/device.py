@@ -12,7 +12,6 @@ Kernels see plain addresses. What `ctl`, `state`, `view` and the lanes' words me
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -35,13 +34,12 @@ class Reached(NamedTuple):
     lanes: memoryview  # ("Q") `words` for the host; of a peer read-only
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelLaunch:
+class KernelLaunch(NamedTuple):
     """One launch of a kernel of `ftcomm.kernels.device.allreduce`: of `collective`, if it has that kind of variant. The
     device adds ctl, state and view, which it owns."""
 
     array: Any  # flat, what an op works on; the exchange keeps it alive until the op has returned
-    count: int  # elements
+    count: int  # type: ignore[assignment]  # of elements; not the method of a tuple
     call: int  # what members compare
     template: int  # by which the kernel says which launch it is; see ftcomm.engines.gpu_kernel.graphs
     chunks: int

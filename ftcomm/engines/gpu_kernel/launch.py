@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import triton.language as tl
@@ -27,9 +28,14 @@ _ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.settings.
 def variant(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> Variant:
     """Returns what the kernel is compiled for. In another view the launch goes on with it: W changes the speed, never
     the result."""
-    T, code, unrolled = _reduction(op, view)
-    coded = op.compression == FP8
-    return Variant(T, code, 0 if coded else unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT, coded)
+    coded, sources = op.compression == FP8, len(view.contributors)
+    return _variant(op.dtype, op.op, coded, sources, address % 16 == 0, layout.lanes, layout.chunk)
+
+
+@functools.cache
+def _variant(dtype: str, op: str, coded: bool, sources: int, aligned: bool, lanes: int, chunk: int) -> Variant:
+    T, code, unrolled = _reduction(dtype, op, sources)
+    return Variant(T, code, 0 if coded else unrolled, aligned, lanes, chunk, _ONE_SHOT, coded)
 
 
 def collective_variant(op: CollectiveOperation, layout: Layout, view: GroupView) -> CollectiveVariant:
@@ -37,14 +43,13 @@ def collective_variant(op: CollectiveOperation, layout: Layout, view: GroupView)
     aligned = op.alignment == 16
     if not op.op:
         return CollectiveVariant(tl.dtype(f"int{8 * op.width}"), 0, 1, aligned, layout.lanes, layout.chunk, MOVED)
-    T, code, unrolled = _reduction(op, view)
+    T, code, unrolled = _reduction(op.dtype, op.op, len(view.contributors))
     return CollectiveVariant(T, code, unrolled, aligned, layout.lanes, layout.chunk, REDUCED)
 
 
-def _reduction(op: KernelOperation, view: GroupView) -> tuple[tl.dtype, int, int]:
+def _reduction(dtype: str, op: str, sources: int) -> tuple[tl.dtype, int, int]:
     """Returns the type, the index of the op and the number of sources that it is unrolled for."""
-    sources = len(view.contributors)
-    return element(op.dtype), operator(op.dtype, op.op), sources if sources in _UNROLLED else 0
+    return element(dtype), operator(dtype, op), sources if sources in _UNROLLED else 0
 
 
 def task_words(op: KernelOperation, view: GroupView) -> tuple[int, ...]:
