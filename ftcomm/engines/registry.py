@@ -15,9 +15,8 @@ from collections.abc import Callable
 from ftcomm.engines.base import JobEngine
 from ftcomm.engines.host import HostEngine
 from ftcomm.settings import Settings
+from ftcomm.settings.engines import AUTO
 from ftcomm.transport.segment import Segment
-
-AUTO = "host"  # no GPU has run the kernels yet
 
 
 def open_engine(settings: Settings) -> JobEngine:

@@ -11,12 +11,11 @@ from typing import Any, overload
 from ftcomm.control.limits import KERNEL_MEMBERS, beyond
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
+from ftcomm.settings.engines import ENGINES, KINDS, engine_kind
 from ftcomm.settings.launchers import completed
 from ftcomm.settings.tuning import BUILT_IN, Tuning
 
 TRANSPORTS = ("auto", "shm", "nixl", "tcp")
-ENGINES = ("auto", "host", "gpu-reduce", "gpu-kernel")
-INTERPRETERS = ("interpreter-reduce", "interpreter-kernel")  # in place of gpu-..., for tests
 _ENGINES_BEFORE = {"cuda": "gpu", "interpret": "interpreter"}  # up to 0.1; FTCOMM_TRANSPORT=shm said: kernel
 STAGINGS = ("auto", "device", "host")
 ALGORITHMS = ("auto", "direct", "ring")
@@ -78,7 +77,7 @@ class Settings:
     @property
     def kernels_run_ops(self) -> bool:
         """All of an op, from the first byte to the last; else this process drives, and at most the sums are theirs."""
-        return self.engine.endswith("-kernel")
+        return engine_kind(self.engine).runs_ops
 
     def check(self) -> None:
         """Raise `SettingsError` on values that cannot work."""
@@ -133,25 +132,26 @@ class Settings:
         settings."""
         name = self.engine
         if name in _ENGINES_BEFORE:
-            kind = _ENGINES_BEFORE[name]
+            begins = _ENGINES_BEFORE[name]
             raise SettingsError(
-                f"FTCOMM_ENGINE={name} is two engines now: set FTCOMM_ENGINE={kind}-kernel for kernels that run whole "
-                f"ops on one host, as FTCOMM_TRANSPORT=shm made them do, else FTCOMM_ENGINE={kind}-reduce."
+                f"FTCOMM_ENGINE={name} is two engines now: set FTCOMM_ENGINE={begins}-kernel for kernels that run "
+                f"whole ops on one host, as FTCOMM_TRANSPORT=shm made them do, else FTCOMM_ENGINE={begins}-reduce."
             )
-        if name not in (*ENGINES, *INTERPRETERS):
+        if name not in {*ENGINES, *KINDS}:
             raise SettingsError(f"FTCOMM_ENGINE={name!r}; expected one of {', '.join(ENGINES)}.")
-        if not self.kernels_run_ops:
+        kind = engine_kind(name)
+        if not kind.runs_ops:
             if self.staging != "auto":
                 raise SettingsError(
                     f"FTCOMM_STAGING={self.staging} with FTCOMM_ENGINE={name}, which stages in host memory; unset it, "
                     "or set FTCOMM_ENGINE=gpu-kernel."
                 )
             return
-        reducer = name.replace("kernel", "reduce")
         if self.replicas > KERNEL_MEMBERS:
             raise SettingsError(
                 f"FTCOMM_REPLICAS={self.replicas} with FTCOMM_ENGINE={name}, whose kernels have room for "
-                f"{KERNEL_MEMBERS} replicas; set FTCOMM_ENGINE={reducer} or host, or start at most {KERNEL_MEMBERS}."
+                f"{KERNEL_MEMBERS} replicas; set FTCOMM_ENGINE={kind.reducer} or host, or start at most "
+                f"{KERNEL_MEMBERS}."
             )
         for wrong, setting, why in (
             (self.transport not in ("auto", "shm"), f"FTCOMM_TRANSPORT={self.transport}", "need memory that all share"),
@@ -161,7 +161,7 @@ class Settings:
             if wrong:
                 raise SettingsError(
                     f"{setting} with FTCOMM_ENGINE={name}, whose kernels run whole ops and {why}; unset "
-                    f"{setting.partition('=')[0]}, or set FTCOMM_ENGINE={reducer} or host."
+                    f"{setting.partition('=')[0]}, or set FTCOMM_ENGINE={kind.reducer} or host."
                 )
 
 

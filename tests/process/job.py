@@ -31,6 +31,7 @@ from ftcomm.control.liveness import state
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
+from ftcomm.settings.engines import engine_kind
 from tests.deadlines import DEADLINE
 from tests.orphans import end_with_pytest
 from tests.ports import free_port
@@ -147,8 +148,8 @@ class Job:
         settings and them before a rank joins. Skips the test if the engine cannot do what it asks for; over a
         transport where kernels cannot run whole ops, those of the session reduce."""
         if transport not in ("auto", "shm"):
-            engine = engine.replace("-kernel", "-reduce")
-        if verify and engine.endswith("-kernel"):
+            engine = engine_kind(engine).reducer or engine
+        if verify and engine_kind(engine).runs_ops:
             only_on_host("FTCOMM_VERIFY=1", engine)
         self.folder, self.replicas, self.ranks = folder, replicas, ranks
         if "elements" in arguments:

@@ -27,7 +27,8 @@ from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
 from ftcomm.kernels.host.fp8 import DTYPES as CODED_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
-from ftcomm.settings import INTERPRETERS, Settings
+from ftcomm.settings import Settings
+from ftcomm.settings.engines import INTERPRETERS
 from tests.coded import coded
 
 from . import inside, torn

@@ -10,7 +10,8 @@ import pytest
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.engines import registry
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.settings import ENGINES, INTERPRETERS, Settings, credentials, split_endpoint
+from ftcomm.settings import Settings, credentials, split_endpoint
+from ftcomm.settings.engines import AUTO, ENGINES, INTERPRETERS, KINDS
 
 GOOD = {
     "FTCOMM_COORDINATOR": "127.0.0.1:29400",
@@ -27,7 +28,8 @@ def test_the_least_that_is_needed() -> None:
 
 
 def test_there_is_an_engine_of_every_name() -> None:
-    assert {registry.AUTO, *registry.ENGINES} == {*ENGINES, *INTERPRETERS} - {"auto"}
+    assert registry.ENGINES.keys() == KINDS.keys() == {*ENGINES, *INTERPRETERS} - {"auto"}
+    assert AUTO in KINDS
 
 
 def test_everything() -> None:
