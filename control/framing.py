@@ -1,7 +1,7 @@
-"""Frames for short conversations of two processes over one connection.
+"""Frames: a 4-byte big-endian length each, and that many bytes of msgpack.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. The connection itself protects them on the way
-(`ftcomm.control.sealed`).
+The handshake is made of them, and short conversations of two processes over one connection, which are protected on the
+way by the connection itself (`ftcomm.control.sealed`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,35 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 Receive = Callable[[int], bytes]  # returns at most so many of the next bytes; none at the end
 
-_LENGTH = 4  # bytes
+LENGTH = 4  # bytes
 _PART = 1 << 20  # bytes that are received at a time
+
+
+def framed(data: bytes) -> bytes:
+    """Returns `data` as a frame."""
+    return len(data).to_bytes(LENGTH, "big") + data
+
+
+def missing(received: bytes | bytearray, most: int) -> int:
+    """Returns how many bytes the first frame of `received` lacks: first those of its length, then the rest; 0 if it is
+    complete. Raises `msgspec.DecodeError` if it has more than `most`."""
+    if len(received) < LENGTH:
+        return LENGTH - len(received)
+    length = int.from_bytes(received[:LENGTH], "big")
+    if length > most:
+        raise msgspec.DecodeError(f"a frame of {length} bytes, at most {most} are allowed here")
+    return max(0, LENGTH + length - len(received))
+
+
+def cut(received: bytearray, most: int) -> bytearray | None:
+    """Take the first frame off `received`, and return what is in it; None if it is not complete. Raises
+    `msgspec.DecodeError`."""
+    if missing(received, most):
+        return None
+    end = LENGTH + int.from_bytes(received[:LENGTH], "big")
+    data = received[LENGTH:end]
+    del received[:end]
+    return data
 
 
 class Framing(Generic[M]):
@@ -32,34 +59,20 @@ class Framing(Generic[M]):
 
     @staticmethod
     def frame(message: M) -> bytes:
-        data = msgspec.msgpack.encode(message)
-        return len(data).to_bytes(_LENGTH, "big") + data
+        return framed(msgspec.msgpack.encode(message))
 
     def read(self, receive: Receive, most: int | None = None) -> M:
         """Returns the next message. Memory is taken as bytes come, not as the other side announces them. Raises
         `msgspec.DecodeError` on what is no message, or one of too many bytes (`most` is for this one),
         `ConnectionError` at the end of the connection, and what `receive` raises."""
-        length = self._length(_exactly(receive, _LENGTH), most)
+        length = missing(_exactly(receive, LENGTH), self._most if most is None else most)
         return self._decode(_exactly(receive, length))
 
     def cut(self, received: bytearray) -> M | None:
         """Take the first message off what was received so far; None if it is not complete. Raises
         `msgspec.DecodeError`."""
-        if len(received) < _LENGTH:
-            return None
-        end = _LENGTH + self._length(received, None)
-        if len(received) < end:
-            return None
-        data = received[_LENGTH:end]
-        del received[:end]
-        return self._decode(data)
-
-    def _length(self, received: bytearray, most: int | None) -> int:
-        length = int.from_bytes(received[:_LENGTH], "big")
-        most = self._most if most is None else most
-        if length > most:
-            raise msgspec.DecodeError(f"a frame of {length} bytes, at most {most} are allowed here")
-        return length
+        data = cut(received, self._most)
+        return None if data is None else self._decode(data)
 
     def _decode(self, data: bytearray) -> M:
         message: M = decode_with(self._decoder, data)

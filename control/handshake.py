@@ -24,8 +24,8 @@ of that process, in the same network namespace of the same kernel. A client that
 attacker or by an address that two hosts have, learns nothing about the wanted one. All other refusals come without a
 proof, since an attacker on the path could send them.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. Nothing from an unauthenticated peer may be longer
-than `MAX_HANDSHAKE`.
+All of it goes in the frames of `ftcomm.control.framing`. None from an unauthenticated peer may be longer than
+`MAX_HANDSHAKE`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from msgspec import Meta
 
 from ftcomm.control.decode import decode_with
 from ftcomm.control.dropped import Kind, printable
+from ftcomm.control.framing import LENGTH, cut, framed, missing
 from ftcomm.control.liveness import ports
 from ftcomm.control.sealed import Keys
 from ftcomm.control.tls import NoTls, Session, Tls, is_hello
@@ -311,14 +312,14 @@ def client(
 def server(credentials: Credentials, name: str = "", at: str = "") -> Wired:
     """Returns the peer's `Opening`, the `Keys`, and the TLS of the connection, or None. `at` is the `place` at which it
     has come in."""
-    first = yield _LENGTH
+    first = yield LENGTH
     if is_hello(first) and credentials.tls is None:
         # Closing with unread bytes would reset the connection, and take the answer back.
         yield int.from_bytes(first[3:] + (yield 1), "big")
         yield _refusal("TLS is not spoken here")
         raise HandshakeError(f"it speaks TLS, and this process does not; {_BOTH}", "tls")
     if not is_hello(first) and credentials.tls is not None:
-        yield _length(first, MAX_HANDSHAKE)
+        yield _missing(first)
         yield _refusal("only TLS is spoken here")
         raise HandshakeError(f"it does not speak TLS, and this process does; {_BOTH}", "tls")
     if credentials.tls is None:
@@ -336,17 +337,16 @@ def server(credentials: Credentials, name: str = "", at: str = "") -> Wired:
 
 
 def _refusal(why: str) -> bytes:
-    return _frame(_encode(Challenge(VERSION, bytes(NONCE), f"{why}; {_BOTH}")))
+    return framed(_encode(Challenge(VERSION, bytes(NONCE), f"{why}; {_BOTH}")))
 
 
 _BOTH = "set FTCOMM_TLS_CERT and FTCOMM_TLS_KEY on all processes of the job, or on none"
 _VALID = "FTCOMM_TLS_CA on all processes has to name who has signed all certificates, which have to be valid now"
-_LENGTH = 4  # bytes
 
 
 def _framed(steps: Steps, session: Session | None = None, first: bytes = b"") -> Wired:
     """Runs `steps` in frames, within TLS if there is a session. `first` are bytes that were received already."""
-    plain = first
+    plain = bytearray(first)
     received: bytes | None = None
     while True:
         try:
@@ -355,20 +355,15 @@ def _framed(steps: Steps, session: Session | None = None, first: bytes = b"") ->
             return stop.value
         received = None
         if data is not None:
-            yield _frame(data) if session is None else session.encrypt(_frame(data))
+            yield framed(data) if session is None else session.encrypt(framed(data))
             continue
-        wanted = _LENGTH
-        while received is None:
-            while len(plain) < wanted:
-                try:
-                    plain += (yield wanted - len(plain)) if session is None else (yield from _decrypted(session))
-                except TimeoutError as late:
-                    steps.throw(late)  # the steps know the error to raise
-                    raise
-            length = _length(plain[:_LENGTH], MAX_HANDSHAKE)
-            wanted = _LENGTH + length
-            if len(plain) >= wanted:
-                received, plain = plain[_LENGTH:wanted], plain[wanted:]
+        while wanted := _missing(plain):
+            try:
+                plain += (yield wanted) if session is None else (yield from _decrypted(session))
+            except TimeoutError as late:
+                steps.throw(late)  # the steps know the error to raise
+                raise
+        received = bytes(cut(plain, MAX_HANDSHAKE) or b"")
 
 
 def _decrypted(session: Session) -> Generator[int, bytes, bytes]:
@@ -378,16 +373,13 @@ def _decrypted(session: Session) -> Generator[int, bytes, bytes]:
         raise HandshakeError(f"the other side has ended it by {error}; {_VALID}", "tls") from None
 
 
-def _frame(data: bytes) -> bytes:
-    return len(data).to_bytes(_LENGTH, "big") + data
-
-
 def _version_text(other: int) -> str:
     return f"protocol version {other}, expected {VERSION}; install the same ftcomm on every host of the job"
 
 
-def _length(header: bytes, limit: int) -> int:
-    length = int.from_bytes(header, "big")
-    if length > limit:
-        raise HandshakeError(f"a frame of {length} bytes, at most {limit} are allowed here; is the port right?")
-    return length
+def _missing(received: bytes | bytearray) -> int:
+    """Returns how many bytes the first frame lacks. Raises `HandshakeError` if it is too long."""
+    try:
+        return missing(received, MAX_HANDSHAKE)
+    except msgspec.DecodeError as error:
+        raise HandshakeError(f"{error}; is the port right?") from None
