@@ -24,7 +24,7 @@ from ftcomm.control import rank_node as n
 from ftcomm.control.data_plane import DataPlane
 from ftcomm.control.directory import Directory
 from ftcomm.control.failed_dials import cause_of, shortage
-from ftcomm.control.hopeless import ask_again_and_again
+from ftcomm.control.hopeless import ask_until_over
 from ftcomm.control.incoming import Handler, IncomingConnections
 from ftcomm.control.joined import Action, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
@@ -408,7 +408,7 @@ class Agent:
             self._do(self._joined_to.start)
             self._leading.open()
         self._spawn(
-            ask_again_and_again(
+            ask_until_over(
                 *(self._me, self._coordinator, self._credentials, self._turn),
                 over=lambda: self._up.link is None or self._knows_job,
                 alone=lambda: self._leading is not None or not self._is_up,  # else the leader tells it

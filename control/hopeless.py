@@ -14,7 +14,7 @@ from ftcomm.control.liveness import lived
 from ftcomm.control.unstarted import HOPELESS, NamedRank
 
 
-async def ask_again_and_again(
+async def ask_until_over(
     me: NamedRank,
     coordinator: tuple[str, int],
     credentials: handshake.Credentials,
@@ -24,8 +24,11 @@ async def ask_again_and_again(
     alone: Callable[[], bool],
     tell: Callable[[m.Removed], None],
 ) -> None:
-    """Ask first, and then again, after the seconds of `turn`, until it is `over`; only while the rank is `alone`, and
-    nobody else would tell it. `tell` gets an answer that there is no hope."""
+    """Ask after the two times of `turn`, in seconds: first, and from then on in between, until it is `over`. It asks
+    only while the rank is `alone`, and nobody else would tell it. `tell` gets an answer that there is no hope.
+
+    The coordinator cannot tell it unasked: it has connections with leaders alone, and would need one for each rank.
+    """
     first, pause = turn
     await asyncio.sleep(first)
     while not over():

@@ -9,7 +9,7 @@ from ftcomm.control.leader import Leader, ToCoordinator, ToPeerLeader, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
-from tests.unit.test_rank_node import address, view
+from tests.rank_node_rig import address, view
 
 P = 7  # a proposal
 

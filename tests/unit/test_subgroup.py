@@ -30,9 +30,9 @@ from ftcomm.subgroup import Subgroup
 from ftcomm.subgroup_internals import FRAMES, SubgroupInternals
 from ftcomm.transport.router import ASK, ConnectionRouter, Receiver
 from tests.exchange_rig import DEADLINE, socket_pair
+from tests.rank_node_rig import view
 from tests.sealed_rig import ends
 from tests.static_rig import mappings_of_segments, narrow, no_garbage_collection, returns_before_the_next, together
-from tests.unit.test_rank_node import view
 
 pytestmark = pytest.mark.protocol
 
