@@ -6,7 +6,8 @@ Who speaks to whom (a rank's Member machine lives beside the user's code, the Le
     Leader       <->  Member      the same, for each rank of its replica; in process for rank 0
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary; it goes through
                                   the links of rank 0 of each replica
-    Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive, LeftOut
+    Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive,
+                                RemovedIn
 """
 
 from __future__ import annotations
@@ -435,7 +436,7 @@ class Alive(Message, frozen=True):
     incarnation: t.Name
 
 
-class LeftOut(Message, frozen=True):
+class RemovedIn(Message, frozen=True):
     """The answer to `Alive` of a life that is in the view in force no more: that view, without addresses. The leader
     of that life, who would tell it, may be gone."""
 
@@ -481,7 +482,7 @@ AnyMessage = (
     | AllFinished
     | MemberProgress
     | Alive
-    | LeftOut
+    | RemovedIn
 )
 
 _encoder = msgspec.msgpack.Encoder()

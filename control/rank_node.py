@@ -404,16 +404,16 @@ class RankNode:
                 return self._orphaned(f"the leader of the replica is lost: silent for {seconds:.1f} s")
         return []
 
-    def passed_by(self, alive: m.Message) -> m.LeftOut | None:
+    def passed_by(self, alive: m.Message) -> m.RemovedIn | None:
         """Returns the answer to a peer that is in no view any more."""
         if not isinstance(alive, m.Alive) or self.view is None or self.view.has(alive.replica, alive.incarnation):
             return None
-        return m.LeftOut(self.view.bare())
+        return m.RemovedIn(self.view.bare())
 
     def peer_answered(self, message: m.Message) -> list[Action]:
         """Take what a member of the view has answered: maybe a later view, without this replica. Who hears its leader
         and the coordinator is told that by them."""
-        if not (self._leaderless or self._up_refused or self._unheard) or not isinstance(message, m.LeftOut):
+        if not (self._leaderless or self._up_refused or self._unheard) or not isinstance(message, m.RemovedIn):
             return []
         known, later = self.machine.view, message.view
         me = self.machine

@@ -80,7 +80,7 @@ def test_a_coordinator_that_is_heard_now_and_then_does_not_let_waits_go_on_for_e
 
 def test_a_leader_that_does_not_hear_the_coordinator_is_told_by_a_member_that_the_job_goes_on_without_it() -> None:
     node = running((0, 1))
-    later = m.LeftOut(view(2, (1,)).bare())
+    later = m.RemovedIn(view(2, (1,)).bare())
     for second in range(int(TIMEOUTS.heartbeat) + 2):
         assert node.peer_answered(later) == []
         node.tick(float(second))

@@ -84,10 +84,10 @@ def test_a_rank_without_a_leader_ends_when_a_member_says_that_the_job_goes_on_wi
                 node.from_up(m.Ping())
             node.tick(float(now))
         assert member.passed_by(m.Alive(0, "life-0")) is None  # it is in the view in which this one runs
-        assert member.passed_by(m.Alive(1, "life-9")) == m.LeftOut(view(1, (0, 1), 2).bare())
+        assert member.passed_by(m.Alive(1, "life-9")) == m.RemovedIn(view(1, (0, 1), 2).bare())
         for same in (view(1, (1,), 2), view(2, (0, 1), 2)):
-            assert node.peer_answered(m.LeftOut(same)) == []
-        told = node.peer_answered(m.LeftOut(view(2, (1,), 2)))
+            assert node.peer_answered(m.RemovedIn(same)) == []
+        told = node.peer_answered(m.RemovedIn(view(2, (1,), 2)))
         assert bool(told) == silent  # else its leader tells it what there is to be told
         assert all(isinstance(action, act.Failed) for action in told)
 
@@ -150,7 +150,7 @@ def test_a_leader_that_another_host_refuses_may_live() -> None:
     node = running((0, 1), ranks=2, rank=1)
     assert node.up_lost("refused", refused=True) == []
     assert node.leader_ended  # for one that has nothing more to do
-    assert node.peer_answered(m.LeftOut(view(2, (1,), 2)))  # until a member says that the job goes on without it
+    assert node.peer_answered(m.RemovedIn(view(2, (1,), 2)))  # until a member says that the job goes on without it
     leader = running((0, 1), ranks=2)
     assert [x.proof for x in said(leader.rank_refused(1, "refused"), m.Suspect)] == [False]  # type: ignore[attr-defined]
 
