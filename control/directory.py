@@ -31,28 +31,28 @@ class Directory:
     ) -> None:
         self._leader, self._credentials, self._loop = leader, credentials, loop
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, str, int], Addresses] = {}  # by replica, its life, and the first rank
+        self._known: dict[tuple[int, str, int], Addresses] = {}  # by replica, its incarnation, and the first rank
 
     def address(self, view: View, member: Member, shard: int, timeout: float) -> Address:
         """Returns the address of rank `shard` of a member of `view`. Blocks for up to `timeout` seconds. Raises
         `OSError`."""
         first = shard - shard % BLOCK
-        life = member.replica, member.incarnation, first
+        wanted = member.replica, member.incarnation, first
         with self._lock:
-            known = self._known.get(life)
+            known = self._known.get(wanted)
         if known is None:
             known = self._ask(member, first, timeout)
             if not known.has(shard):  # the leader may be in a later view, and in one with that life again
                 raise ConnectionError(f"the leader knows no rank {shard} of replica {member.replica}")
             with self._lock:
                 self._known = {at: ranks for at, ranks in self._known.items() if view.has(at[0], at[1])}
-                self._known[life] = known
+                self._known[wanted] = known
         if not known.has(shard):
             raise ConnectionError(f"replica {member.replica} has no rank {shard}")
         return known[shard]
 
     def _ask(self, member: Member, first: int, timeout: float) -> Addresses:
-        fields: handshake.Fields = {"replica": member.replica, "life": member.incarnation, "first": first}
+        fields: handshake.Fields = {"replica": member.replica, "incarnation": member.incarnation, "first": first}
         asking = asyncio.run_coroutine_threadsafe(ask(self._leader, self._credentials, PURPOSE, fields), self._loop)
         try:
             answer = asking.result(timeout)
@@ -66,9 +66,9 @@ class Directory:
 
 async def serve(channel: Channel, fields: handshake.Fields, views: Iterable[View | None]) -> None:
     """Answer a rank that has asked. `views` are those that the leader knows, the best first."""
-    replica, life = handshake.number(fields, "replica"), handshake.text(fields, "life")
+    replica, incarnation = handshake.number(fields, "replica"), handshake.text(fields, "incarnation")
     first = handshake.number(fields, "first")
-    members = (view.member(replica) for view in views if view is not None and view.has(replica, life))
+    members = (view.member(replica) for view in views if view is not None and view.has(replica, incarnation))
     member = next(members, None)
     ranks = NO_ADDRESSES if member is None else member.ranks.part(first, BLOCK)
 

@@ -104,10 +104,10 @@ class Communicator(Generic[ExchangeT]):
 
     # -- the other members -------------------------------------------------------------------------------------------
 
-    def fields(self, what: str, life: str, epoch: int) -> handshake.Fields:
-        """Returns the fields that open a connection to the member with this life."""
+    def fields(self, what: str, instance: str, epoch: int) -> handshake.Fields:
+        """Returns the fields that open a connection to that instance of the group."""
         fields: handshake.Fields = {"group": self.name, "what": what, "member": self.me}
-        fields.update(life=life, epoch=epoch, nonce=self.here.nonce)
+        fields.update(instance=instance, epoch=epoch, nonce=self.here.nonce)
         return fields
 
     def reach(
@@ -126,7 +126,7 @@ class Communicator(Generic[ExchangeT]):
 
     def accept(self, call: Incoming) -> None:
         """Accept a connection from any member, the other end of `reach`."""
-        if call.what not in CONNECTIONS or call.life != self.here.nonce:
+        if call.what not in CONNECTIONS or call.instance != self.here.nonce:
             call.sock.close()
             return
         lost, data = self._on_lost, self.terms.data

@@ -47,7 +47,7 @@ from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.address import open_port, own_address
 from ftcomm.transport.connect import prepare
 from ftcomm.transport.router import P2P, PURPOSE, ConnectionRouter
-from ftcomm.transport.segment import LIVES, life
+from ftcomm.transport.segment import MUTEXES, mutex
 
 if TYPE_CHECKING:
     from ftcomm.subgroup import Subgroup
@@ -507,10 +507,10 @@ class Group(Calls):
     def _alive(self) -> None:
         """Begin the control thread: its end is what the others see."""
         request_short_slice()
-        hold(*(self._segment.address + 8 * life(reader) for reader in range(LIVES)))
+        hold(*(self._segment.address + 8 * mutex(reader) for reader in range(MUTEXES)))
 
-    def _dial_p2p(self, replica: int, life: str, epoch: int) -> Channel:
-        return self._agent.dial(replica, PURPOSE, self._communicator.fields(P2P, life, epoch))
+    def _dial_p2p(self, replica: int, incarnation: str, epoch: int) -> Channel:
+        return self._agent.dial(replica, PURPOSE, self._communicator.fields(P2P, incarnation, epoch))
 
     def _entered(self, view: View) -> None:
         """Enter `view`, before any op runs in it: after an op, `epoch` and `members` are those that it ran in."""

@@ -468,8 +468,8 @@ class SubgroupInternals:
         self._do(actions)
         return True
 
-    def _dial_p2p(self, replica: int, life: str, epoch: int) -> Connection:
-        fields = self._communicator.fields(P2P, life, epoch)
+    def _dial_p2p(self, replica: int, incarnation: str, epoch: int) -> Connection:
+        fields = self._communicator.fields(P2P, incarnation, epoch)
         return self.job.dial_rank(replica, self._group.shard, PURPOSE, fields, self.call_timeout())
 
     def _connection_ended(self, member: int, epoch: int, why: str) -> None:

@@ -83,7 +83,7 @@ class ExchangeCore:
         self._mutex = contextlib.nullcontext() if mutex is None else mutex
         self.stream: Stream | None = None  # None: this member has never been in a view
         self._pending = PendingReaders()
-        self._severed: dict[int, str] = {}  # the lives of peers whose connection has ended
+        self._severed: dict[int, str] = {}  # the nonces of peers whose connection has ended
         self.elsewhere = 0  # how many ops a member has returned that has left
         self.parting = False  # it has failed, and is not abandoned before what it has taken has returned
         self.taken = 0  # ops that were taken here in the end, which others may have returned; see `Exchange.taken`
@@ -163,7 +163,7 @@ class ExchangeCore:
 
     def admit(self, reader: MirrorWriter) -> None:
         """Keep a reader until it is `due`, or until no epoch can serve it any more."""
-        late = reader.epoch <= self.epoch and not is_current(reader, self.epoch, self.member.lives)
+        late = reader.epoch <= self.epoch and not is_current(reader, self.epoch, self.member.nonces)
         if self.is_over or late:
             reader.close()
             return
@@ -172,7 +172,7 @@ class ExchangeCore:
     def due(self) -> list[MirrorWriter]:
         """Returns the readers that this epoch serves from now on, to be given to `welcome` without the mutex."""
         stops = self.member.frozen or self.is_over or self.stream is None
-        return [] if stops else self._pending.take(self.epoch, self.member.lives)
+        return [] if stops else self._pending.take(self.epoch, self.member.nonces)
 
     def welcome(self, readers: list[MirrorWriter]) -> None:
         """Attach readers, and send them what they missed."""
@@ -184,10 +184,10 @@ class ExchangeCore:
     def _send_failed(self, replica: int, epoch: int, reason: str) -> None:
         """Note that the connection to a reader has broken; no news if the next one is here already."""
         with self._mutex:
-            life = self.member.lives.get(replica, "")
-            replaced = self._pending.holds(replica, life)
+            nonce = self.member.nonces.get(replica, "")
+            replaced = self._pending.holds(replica, nonce)
             if not replaced and replica != self.member.replica:
-                self._severed[replica] = life
+                self._severed[replica] = nonce
         if not replaced:
             self._on_lost(replica, epoch, reason)
 
@@ -195,7 +195,7 @@ class ExchangeCore:
 
     def progress(self) -> Progress:
         """Returns where this member stands, frozen. Raises the error with which it has failed."""
-        severed = (x for x, life in sorted(self._severed.items()) if not self._pending.holds(x, life))
+        severed = (x for x, nonce in sorted(self._severed.items()) if not self._pending.holds(x, nonce))
         return msgspec.structs.replace(self.member.account(), severed=tuple(severed))
 
     def enter(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Entered:
@@ -205,8 +205,8 @@ class ExchangeCore:
         for peer in peers.values():
             peer.relay_for(peers if view.ring else {})
             peer.enter(view.epoch)
-        lives = member.lives
-        self._severed = {x: life for x, life in self._severed.items() if lives.get(x) == life}
+        nonces = member.nonces
+        self._severed = {x: nonce for x, nonce in self._severed.items() if nonces.get(x) == nonce}
         self._reducer.use([self._segment.buffer, *(peer.buffer for peer in peers.values())])
         stream = self.stream_type(
             view,
@@ -220,7 +220,7 @@ class ExchangeCore:
             self._recorder,
         )
         if self.stream is not None:  # first, since it may send from the arrays of ops that return now
-            for reader in self.stream.close(lives):
+            for reader in self.stream.close(nonces):
                 self._pending.bring_back(reader)
         self.stream = stream
         entered = member.go_on(view, progress, stay)

@@ -43,7 +43,7 @@ class GroupMember(Generic[Op]):
         self._change: tuple[int, int] | None = None  # the change of view, as it is recorded
 
     @property
-    def lives(self) -> dict[int, str]:
+    def nonces(self) -> dict[int, str]:
         """The nonce of the segment of each peer."""
         return {replica: peer.nonce for replica, peer in self.peers.items()}
 
@@ -74,8 +74,8 @@ class GroupMember(Generic[Op]):
             if all(peer is not kept for kept in peers.values()):
                 leave(peer)
                 peer.close()
-        before, self.peers = self.lives, dict(peers)
-        return [replica for replica, life in self.lives.items() if before.get(replica) == life]
+        before, self.peers = self.nonces, dict(peers)
+        return [replica for replica, nonce in self.nonces.items() if before.get(replica) == nonce]
 
     def go_on(self, view: GroupView, progress: Mapping[int, Progress], stay: Collection[int]) -> Entered:
         """Enter `view` with what all its members have told: return what is done, and plan what is left of the rest.

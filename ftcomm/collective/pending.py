@@ -38,30 +38,30 @@ class PendingReaders:
         else:
             self.add(reader)
 
-    def take(self, epoch: int, lives: Mapping[int, str]) -> list[MirrorWriter]:
+    def take(self, epoch: int, nonces: Mapping[int, str]) -> list[MirrorWriter]:
         """Take out the readers that `epoch` can serve. Closes those that no epoch will serve any more.
 
-        `lives`: replica -> nonce of its segment, for the other members.
+        `nonces`: replica -> nonce of its segment, for the other members.
         """
         taken, later = [], []
         for reader in self._readers:
             if reader.epoch > epoch:
                 later.append(reader)
-            elif is_current(reader, epoch, lives):
+            elif is_current(reader, epoch, nonces):
                 taken.append(reader)
             else:
                 reader.close()
         self._readers = later
         return taken
 
-    def holds(self, replica: int, life: str) -> bool:
-        return any((reader.replica, reader.life) == (replica, life) for reader in self._readers)
+    def holds(self, replica: int, nonce: str) -> bool:
+        return any((reader.replica, reader.nonce) == (replica, nonce) for reader in self._readers)
 
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
 
 
-def is_current(reader: MirrorWriter, epoch: int, lives: Mapping[int, str]) -> bool:
+def is_current(reader: MirrorWriter, epoch: int, nonces: Mapping[int, str]) -> bool:
     """Whether the stream of `epoch` serves this reader, which was dialled for that epoch or an earlier one."""
-    return reader.serves(epoch) and lives.get(reader.replica) == reader.life
+    return reader.serves(epoch) and nonces.get(reader.replica) == reader.nonce

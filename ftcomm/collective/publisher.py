@@ -269,12 +269,12 @@ class Publisher:
                 self._drop(reader, error)
         return clogged
 
-    def close(self, lives: Mapping[int, str]) -> list[MirrorWriter]:
-        """End the epoch. Returns the readers that go on with this member, see `ftcomm.collective.pending` for `lives`;
+    def close(self, nonces: Mapping[int, str]) -> list[MirrorWriter]:
+        """End the epoch. Returns the readers that go on with this member, see `ftcomm.collective.pending` for `nonces`;
         closes the others."""
         kept = []
         for reader in self._readers:
-            if lives.get(reader.replica) == reader.life and reader.turn():
+            if nonces.get(reader.replica) == reader.nonce and reader.turn():
                 kept.append(reader)
                 continue
             with contextlib.suppress(OSError):

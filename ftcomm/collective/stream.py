@@ -245,13 +245,13 @@ class Stream:
 
     # -- the epoch ---------------------------------------------------------------------------------------------------
 
-    def close(self, lives: Mapping[int, str] | None = None) -> list[MirrorWriter]:
+    def close(self, nonces: Mapping[int, str] | None = None) -> list[MirrorWriter]:
         """End the epoch. Returns the connections of the readers that go on with this member.
 
         Nothing of it may hold the memory of members that are gone: cyclic garbage is collected so rarely that the
         memory and a descriptor of every loss would be kept.
         """
-        kept = self.publisher.close(lives or {})
+        kept = self.publisher.close(nonces or {})
         self.pipeline.close()
         return kept
 

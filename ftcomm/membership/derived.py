@@ -117,12 +117,12 @@ class DerivedMembership:
         self._here, self._timeouts = here, timeouts
         self._account: SubgroupProgress | None = None  # for the newest epoch for which the exchange has stopped
         self._calls: dict[int, Incoming] = {}  # calls of members that are ahead
-        self._known: dict[int, tuple[str, str]] = {}  # replica -> its life, and the nonce of its segment
+        self._known: dict[int, tuple[str, str]] = {}  # replica -> its incarnation, and the nonce of its segment
         self._accounts: dict[int, SubgroupProgress] = {}  # those of the others, for the epoch of `view`
         self._reaching: set[int] = set()  # members whose segments are to be reached
         self._reached: set[int] = set()  # members whose segments are reached
         self._entered_by: set[int] = set()  # members that have said that they run in `view`
-        self._gone: set[str] = set()  # lives of members that have closed the group
+        self._gone: set[str] = set()  # incarnations of members that have closed the group
         self._retries: dict[int, float] = {}  # replica -> when it is asked or reached again
         self._asking: set[int] = set()  # members whose answer for the epoch of `view` is to come
         self._begun = self._said = 0.0  # when the wait for others began, and was last reported
@@ -153,7 +153,7 @@ class DerivedMembership:
     def accepts(self, call: Incoming) -> bool:
         """Whether a call is for this group. A member that has closed it may have made the next group of its name, while
         this one lasts here, whose staging the next one must not take for its own."""
-        return call.there in ("", self._here.nonce) and self._is_ours(call.member, call.life, call.nonce)
+        return call.there in ("", self._here.nonce) and self._is_ours(call.member, call.instance, call.nonce)
 
     def asked(self, call: Incoming) -> list[Action]:
         """Take a call, which was accepted, for the account of this member."""
@@ -298,11 +298,11 @@ class DerivedMembership:
         """Whether the view of `epoch` is the newest. Any thread."""
         return self.view is not None and self.view.epoch == epoch
 
-    def _is_ours(self, member: int, life: str, nonce: str) -> bool:
+    def _is_ours(self, member: int, incarnation: str, nonce: str) -> bool:
         """Whether a member speaks for this group: it keeps the same segment here for life."""
         known = self._known.get(member)
-        if known is None or known[0] != life:
-            self._known[member] = known = (life, nonce)
+        if known is None or known[0] != incarnation:
+            self._known[member] = known = (incarnation, nonce)
         return known[1] == nonce
 
     def _answered(self, epoch: int, replica: int) -> None:
@@ -311,8 +311,8 @@ class DerivedMembership:
 
     def _ask(self, member: Member) -> AskMember:
         assert self.view is not None
-        life, nonce = self._known.get(member.replica, ("", ""))
-        there = nonce if life == member.incarnation else ""
+        incarnation, nonce = self._known.get(member.replica, ("", ""))
+        there = nonce if incarnation == member.incarnation else ""
         self._asking.add(member.replica)
         return AskMember(self.view, member, there, entered=self.epoch == self.view.epoch)
 

@@ -118,7 +118,7 @@ class StaticMembership:
         self.is_over = False  # nothing is left to be ended
         self._name, self._names, self._replicas = name, tuple(names), tuple(replicas)
         self._addresses = {me: hello.address}  # of those that have come
-        self._lives: dict[int, str] = {}  # of the ranks, as the first view that had them has said
+        self._incarnations: dict[int, str] = {}  # of the ranks, as the first view that had them has said
         self._left: dict[int, int] = {}  # ranks that have closed the group -> how many ops they have taken
         self._doubts: dict[int, str] = {}  # connections that ended, and what is known of it
         self._doubted: dict[int, float] = {}  # when a doubt was seen first, in the time of `look`
@@ -222,11 +222,11 @@ class StaticMembership:
         actions: list[Action] = []
         for rank, replica in enumerate(self._replicas):
             member = view.member(replica)
-            life = None if member is None else member.incarnation
-            known = self._lives.get(rank)
-            if life is not None and known is None:
-                self._lives[rank] = life
-            elif life != known and rank != self.me:
+            incarnation = None if member is None else member.incarnation
+            known = self._incarnations.get(rank)
+            if incarnation is not None and known is None:
+                self._incarnations[rank] = incarnation
+            elif incarnation != known and rank != self.me:
                 actions += self.lost(rank, f"its replica is not in the view of epoch {view.epoch}")
         return actions
 

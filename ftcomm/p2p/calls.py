@@ -95,8 +95,8 @@ class JobProgressEngine(ProgressEngine):
     """The messages of a rank in a job. The job's views say which members are lost or have come back. Peers are
     replicas.
 
-    `dial(replica, life, epoch)` connects to the same rank of another replica, from this one's life in the view of that
-    epoch, and may raise `OSError`.
+    `dial(replica, incarnation, epoch)` connects to the same rank of another replica, as that incarnation of this one in
+    the view of that epoch, and may raise `OSError`.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class JobProgressEngine(ProgressEngine):
     ) -> None:
         super().__init__(f"replica {replica} rank {shard}", self._dial_replica, lambda peer: f"replica {peer}", slots)
         self._replica, self._to_replica = replica, dial
-        self._lives: dict[int, str] = {}  # the lives of the members of the newest view
+        self._incarnations: dict[int, str] = {}  # of the members of the newest view
         self._epoch = 0  # the epoch of that view
-        self._gone: dict[str, int] = {}  # lives of former members -> epoch of the view without them
+        self._gone: dict[str, int] = {}  # of former members -> epoch of the view without them
 
     def forget(self) -> None:
         super().forget()
@@ -118,25 +118,25 @@ class JobProgressEngine(ProgressEngine):
 
     def enter(self, view: View) -> None:
         """Note that `view` is in force."""
-        lives = {member.replica: member.incarnation for member in view.members}
-        for replica, life in self._lives.items():
-            if lives.get(replica) != life:
-                self._gone[life] = view.epoch
+        incarnations = {member.replica: member.incarnation for member in view.members}
+        for replica, incarnation in self._incarnations.items():
+            if incarnations.get(replica) != incarnation:
+                self._gone[incarnation] = view.epoch
                 self.lose(replica, f"it is not in the view of epoch {view.epoch}")
-        self._lives, self._epoch = lives, view.epoch
-        for replica in lives:
+        self._incarnations, self._epoch = incarnations, view.epoch
+        for replica in incarnations:
             self.found(replica)
 
     def incoming(self, call: Incoming) -> None:
         """Take a connection from another replica. It may be ahead, in a view that this rank has not entered. It may be
         a joiner that one view has removed and a later one has, in the same life."""
-        if call.epoch < self._gone.get(call.life, 0):
+        if call.epoch < self._gone.get(call.instance, 0):
             call.sock.close()  # its messages belong to no view still to come
         else:
             self.accept(call.sock, call.member, call.nonce)
 
     def _dial_replica(self, replica: int) -> Connection:
-        return self._to_replica(replica, self._lives[self._replica], self._epoch)
+        return self._to_replica(replica, self._incarnations[self._replica], self._epoch)
 
 
 class Messages:
@@ -270,5 +270,5 @@ class Messages:
         return tag, place.dtype, memoryview(b""), deadline, place
 
 
-def _nobody(replica: int, life: str, epoch: int) -> Connection:
+def _nobody(replica: int, incarnation: str, epoch: int) -> Connection:
     raise ConnectionError("the group is closed")

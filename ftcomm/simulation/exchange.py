@@ -265,11 +265,11 @@ class SimulatedExchange:
         sock.on_news = news
         return mirror
 
-    def attach(self, connection: SimulatedConnection, replica: int, epoch: int, life: str) -> None:
+    def attach(self, connection: SimulatedConnection, replica: int, epoch: int, nonce: str) -> None:
         """A member has dialled that reads this memory."""
         sock = TinySocket(connection, 1)
         sock.on_room = self.kick
-        self.exchange.admit(TcpMirrorWriter(sock.protected(), replica, epoch, life))
+        self.exchange.admit(TcpMirrorWriter(sock.protected(), replica, epoch, nonce))
 
     # -- the thread that drives ----------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class Faults:
             self.world.after(0.01, None, self._begin_standing)
             return
         stands, _, *others = self.random.sample(running, len(running))
-        life = stands.ranks[0].incarnation
+        incarnation = stands.ranks[0].incarnation
         self.excuse(stands, "stands still", stalls=True)
         if self.random.random() < 0.3:
             self.random.choice(stands.scripts).stuck = True
@@ -121,7 +121,7 @@ class Faults:
             self.world.after(0.8 * removed_after * self.random.random(), None, self.strike, "coordinator")
         # The last view before that is made, and in it all tell again for whom they wait.
         slack = SETTLED + 2 * REPORT + timeouts.heartbeat
-        self.world.after(removed_after + slack, None, job.promises.stood_still, life)
+        self.world.after(removed_after + slack, None, job.promises.stood_still, incarnation)
 
     def _kill_if_running(self, replica: Replica) -> None:
         if replica.running:
@@ -498,6 +498,6 @@ class Faults:
 
     def excuse(self, replica: Replica, why: str, *, stalls: bool = False) -> None:
         """The present life of it may go; `stalls`: as a stall alone."""
-        life = replica.ranks[0].incarnation
-        self.job.promises.excuse(life, why, stalls=stalls)
-        self.world.say("chance", "%s: %s", life, why)
+        incarnation = replica.ranks[0].incarnation
+        self.job.promises.excuse(incarnation, why, stalls=stalls)
+        self.world.say("chance", "%s: %s", incarnation, why)

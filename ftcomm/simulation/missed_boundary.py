@@ -76,12 +76,12 @@ class MissedBoundary:
                 script.misses = None
             self._await_return(self._first.lives)
 
-    def _await_removal(self, life: str, until: float) -> None:
+    def _await_removal(self, incarnation: str, until: float) -> None:
         job = self._job
-        if job.stored[-1].has(self._second.number, life) and self._world.now < until:
-            self._world.after(0.5, None, self._await_removal, life, until)
+        if job.stored[-1].has(self._second.number, incarnation) and self._world.now < until:
+            self._world.after(0.5, None, self._await_removal, incarnation, until)
         else:
-            job.promises.stood_still(life)
+            job.promises.stood_still(incarnation)
             self._faults.mend()
 
     def _await_return(self, lives: int) -> None:

@@ -130,13 +130,13 @@ class Promises:
 
     def _waited_for(self, view: View) -> None:
         for member in view.members:
-            life = member.incarnation
-            missing = [rank for rank in range(len(member.ranks)) if (life, rank) not in self._ready]
-            if missing and self.last is not None and life not in self._members:
+            incarnation = member.incarnation
+            missing = [rank for rank in range(len(member.ranks)) if (incarnation, rank) not in self._ready]
+            if missing and self.last is not None and incarnation not in self._members:
                 raise BrokenPromise(
-                    f"{life} is in view {view.epoch}, and the scripts of its ranks {missing} are not ready"
+                    f"{incarnation} is in view {view.epoch}, and the scripts of its ranks {missing} are not ready"
                 )
-            self._members.add(life)
+            self._members.add(incarnation)
 
     def ready(self, rank: Rank) -> None:
         """The script of a rank that joins a running job says that it is."""
@@ -150,10 +150,10 @@ class Promises:
         if not forced and not stalls:
             raise BrokenPromise(f"{who[0]}, which lives, is not in view {view.epoch}, and not as a stall: {view.why}")
 
-    def stood_still(self, life: str) -> None:
+    def stood_still(self, incarnation: str) -> None:
         """The others have waited for that life for as long as an op may take, and longer."""
-        if self.last is not None and any(member.incarnation == life for member in self.last.members):
-            raise BrokenPromise(f"{life} stands still, and is still in view {self.last.epoch}: {self.last.why}")
+        if self.last is not None and any(member.incarnation == incarnation for member in self.last.members):
+            raise BrokenPromise(f"{incarnation} stands still, and is still in view {self.last.epoch}: {self.last.why}")
 
     def is_awaited_no_more(self, gone: Rank, others: list[Rank]) -> None:
         """Check that no member waits for a leader that has left and ended some time ago, whichever of them have heard
@@ -165,13 +165,13 @@ class Promises:
             if leader.view is not None and leader.view.has(gone.replica, gone.incarnation):
                 raise BrokenPromise(f"{rank.name} waits at a boundary for {gone.name}, which has left and ended")
 
-    def excuse(self, life: str, why: str, *, stalls: bool = False) -> None:
+    def excuse(self, incarnation: str, why: str, *, stalls: bool = False) -> None:
         """Let that life go from now on; `stalls`: as a stall alone, unless there is another reason."""
-        if stalls and life not in self.excused:
-            self.stalling.add(life)
+        if stalls and incarnation not in self.excused:
+            self.stalling.add(incarnation)
         elif not stalls:
-            self.stalling.discard(life)
-        self.excused.setdefault(life, why)
+            self.stalling.discard(incarnation)
+        self.excused.setdefault(incarnation, why)
 
     def entered(self, view: View) -> bool:
         """Whether anybody runs in it, or has."""

@@ -158,7 +158,7 @@ class SimulatedStaticGroup:
             self._greet(call.member, link)
             for said in call.sock.came:  # type: ignore[attr-defined]
                 self._said(call.member, link, said)
-        elif call.life == self.exchange.memory.nonce:
+        elif call.instance == self.exchange.memory.nonce:
             self.exchange.attach(connection, call.member, call.epoch, call.nonce)
         else:
             call.sock.close()
@@ -264,11 +264,11 @@ class SimulatedStaticGroup:
 
         self._dial(member, DATA, nonce, opened, failed)
 
-    def _dial(self, member: int, what: str, life: str, opened: Any, failed: Any) -> None:
+    def _dial(self, member: int, what: str, instance: str, opened: Any, failed: Any) -> None:
         def accept(target: Any, connection: SimulatedConnection) -> bool:
             end: Any = AcceptedEnd(connection, [])
             connection.receive[1] = end.came.append
-            target.deal(Incoming(self.name, what, self.me, life, end, EPOCH, self.exchange.memory.nonce))
+            target.deal(Incoming(self.name, what, self.me, instance, end, EPOCH, self.exchange.memory.nonce))
             return True
 
         self.rank.network.dial(self.rank, self.places[member].pid, accept, opened, failed, awaits_mute=True)

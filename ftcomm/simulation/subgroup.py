@@ -95,7 +95,7 @@ class SimulatedSubgroup:
             known = self._made is not None or not call.since
             self._do(self.membership.asked(call) if known else [TellCaller(call, None)])
             self.rank.goes_on_in_group()
-        elif call.life == self._nonce:
+        elif call.instance == self._nonce:
             self.exchange.attach(call.sock.connection, call.member, call.epoch, call.nonce)  # type: ignore[attr-defined]
         else:
             call.sock.close()
@@ -251,7 +251,7 @@ class SimulatedSubgroup:
         self,
         there: Address,
         what: str,
-        life: str,
+        instance: str,
         epoch: int,
         nonce: str,
         opened: Callable[[SimulatedConnection], object],
@@ -265,7 +265,7 @@ class SimulatedSubgroup:
             end: Any = AcceptedEnd(connection)
             target.deal(
                 Incoming(
-                    self.name, what, self.rank.replica, life, end, epoch, self._nonce, nonce, self._made or 0, since
+                    self.name, what, self.rank.replica, instance, end, epoch, self._nonce, nonce, self._made or 0, since
                 )
             )
             return True

@@ -44,7 +44,7 @@ from ftcomm.recorder.layout import GroupKind
 from ftcomm.static.pairs import Arrivals, Pairs, PeerInfo, discard, meet
 from ftcomm.sync.robust_mutex import hold, release
 from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, Incoming
-from ftcomm.transport.segment import LIVES, Segment, life
+from ftcomm.transport.segment import MUTEXES, Segment, mutex
 
 if TYPE_CHECKING:
     from ftcomm.control.sealed import Channel
@@ -115,14 +115,14 @@ class StaticGroupInternals:
         self._closed = False
         self._ran = RunningTime(DOUBT / 10)  # of the thread of the pairs
         self._stall: tuple[int, int, tuple[int, ...]] | None = None  # the last that was logged
-        lives = [self._segment.address + 8 * life(reader) for reader in range(min(LIVES, len(infos)))]
+        mutexes = [self._segment.address + 8 * mutex(reader) for reader in range(min(MUTEXES, len(infos)))]
         self._pairs = Pairs(
             name,
             on_said=self._heard,
             on_end=self._lost,
             settle=self._settle,
-            on_start=lambda: hold(*lives),
-            on_stop=lambda: release(*lives),
+            on_start=lambda: hold(*mutexes),
+            on_stop=lambda: release(*mutexes),
             on_broken=lambda error: self._broken(FtcommError(f"{self}: internal error: {error!r}; please report it")),
         )
         fork.take_part(self, str(self))
@@ -223,7 +223,7 @@ class StaticGroupInternals:
             return self._meets(call)
         if call.member not in self.roster:
             call.sock.close()
-        elif call.what == P2P and call.life == self._segment.nonce:
+        elif call.what == P2P and call.instance == self._segment.nonce:
             self.p2p.accept(call.sock, call.member)
         else:
             self._communicator.accept(call)

@@ -99,8 +99,8 @@ def job_store(
     )
     if not group.internals.outside:
         return store
-    life = group.view.member(group.replica)
-    return dist.PrefixStore(f"{LIFE} {group.replica}, {'' if life is None else life.incarnation}", store)
+    member = group.view.member(group.replica)
+    return dist.PrefixStore(f"{LIFE} {group.replica}, {'' if member is None else member.incarnation}", store)
 
 
 def _numbered(url: str) -> str:

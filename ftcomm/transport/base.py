@@ -106,13 +106,13 @@ class Peer(Memory):
 class MirrorWriter(ABC):
     """Pushes what this member publishes into the mirror that `replica` has of its segment, from `epoch` on.
 
-    `life` is the nonce of that member's own segment. For the driving thread alone, or for a thread that has stopped it.
+    `nonce` is that of the segment of that member. For the driving thread alone, or for a thread that has stopped it.
     No method blocks. `send`, `relay` and `flush` raise `OSError` if the connection is lost.
     """
 
     replica: int
     epoch: int
-    life: str
+    nonce: str
     slots = SLOTS  # of the staging that are used in the epoch, see `ftcomm.collective.pipeline`
 
     @abstractmethod

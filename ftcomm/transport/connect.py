@@ -153,19 +153,19 @@ def accept(
     connection: Connection,
     replica: int,
     epoch: int,
-    life: str,
+    nonce: str,
     on_lost: Lost = lambda *lost: None,
     *,
     data: str = "none",
 ) -> None:
     """Take the other end of a connection of `connect`: `replica` reads the segment of this member from `epoch` on.
-    `life` is the nonce with which it has dialled. Blocks while the two agree. `on_lost` is called if a put fails."""
+    `nonce` is the one with which it has dialled. Blocks while the two agree. `on_lost` is called if a put fails."""
     if what == TCP:
-        exchange.admit(TcpMirrorWriter(plane(connection, data), replica, epoch, life))
+        exchange.admit(TcpMirrorWriter(plane(connection, data), replica, epoch, nonce))
         return
     try:
         writer = own_nixl().accept(replica, epoch, connection, on_lost)
-        writer.life = life
+        writer.nonce = nonce
         exchange.admit(writer)
     except (TransportError, OSError) as error:
         log.warning("replica %d cannot read this one by NIXL: %s", replica, error)

@@ -14,7 +14,7 @@ from ftcomm.sync.death_watch import DeathWatch, MutexWord
 from ftcomm.transport.base import Lost, Peer
 from ftcomm.transport.connect import Dial, all_by_tcp, connect
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.segment import HOST, Layout, life
+from ftcomm.transport.segment import HOST, Layout, mutex
 
 
 class Connector:
@@ -124,7 +124,7 @@ class Connector:
     def _watch(self) -> None:
         """Watch the members that share memory, in this epoch and in those to come. With the lock."""
         if self._watcher is not None:
-            word = life(self.me)
+            word = mutex(self.me)
             self._watcher.watch(
                 {
                     (member, epoch): MutexWord(peer.words, word, peer.address + 8 * word)

@@ -39,7 +39,7 @@ class Server(Protocol):
 
 
 class Incoming(NamedTuple):
-    """A connection for `what` from `member` of the group `group`. `life` tells that group from earlier ones of its
+    """A connection for `what` from `member` of the group `group`. `instance` tells that group from earlier ones of its
     name. `epoch` is that of a group with several. `nonce` names the caller's segment, and `there` ours, if the caller
     knows it. `made` is the step boundary that was to come when the caller made its group. A group that was made before
     boundary `since` is not meant."""
@@ -47,7 +47,7 @@ class Incoming(NamedTuple):
     group: str
     what: str
     member: int
-    life: str
+    instance: str
     sock: Channel
     epoch: int = 0
     nonce: str = ""
@@ -193,13 +193,13 @@ class ConnectionRouter:
 
     def _incoming(self, sock: Channel, fields: handshake.Fields) -> None:
         group, what = handshake.text(fields, "group"), handshake.text(fields, "what")
-        life = handshake.text(fields, "life") if what != LINK else ""
+        instance = handshake.text(fields, "instance") if what != LINK else ""
         epoch = handshake.number(fields, "epoch") if "epoch" in fields else 0
         nonce = handshake.text(fields, "nonce") if "nonce" in fields else ""
         there = handshake.text(fields, "there") if "there" in fields else ""
         made, since = (handshake.number(fields, x, most=1 << 53) if x in fields else 0 for x in ("made", "since"))
         member = handshake.number(fields, "member")
-        self._deal(Incoming(group, what, member, life, sock, epoch, nonce, there, made, since))
+        self._deal(Incoming(group, what, member, instance, sock, epoch, nonce, there, made, since))
 
     def _deal(self, call: Incoming) -> None:
         refused: Receiver | None = None

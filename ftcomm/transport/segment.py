@@ -1,13 +1,13 @@
 """The memory through which a rank speaks to its group, and its layout, which a segment and its mirrors share.
 
     some pages      words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, those of the tree (up and down),
-                    descriptors of slots, lives, levels of the ring: one page for up to 17 members, two for 49, nine
+                    descriptors of slots, mutexes, levels of the ring: one page for up to 17 members, two for 49, nine
                     for 256
     STAGED bytes    region POSTED:  the owner's input of a chunk, for the others to read
     STAGED bytes    region REDUCED: the owner's slice of a reduced chunk
 
 This is the layout for ops that the host drives. A kernel that runs ops has another
-(`ftcomm.engines.gpu_kernel.layout`), with the same header and lives; the first word tells them apart.
+(`ftcomm.engines.gpu_kernel.layout`), with the same header and mutexes; the first word tells them apart.
 
 Every byte has exactly one writer, the owner. Others map it read-only, and the kernel refuses them anything else. So an
 removed member, however confused, cannot write into the memory of others. The segment is a memfd: it has no name, and
@@ -58,11 +58,11 @@ TAKEN_UP = GATHERED + 1
 ANNOUNCED = 6 * _LINE
 TAKEN_DOWN = ANNOUNCED + 1
 _DESCRIPTORS = 8 * _LINE
-_LIVES = 16 * _LINE
+_MUTEXES = 16 * _LINE
 _LEVELS = 32 * _LINE
 TREE = (GATHERED, ANNOUNCED, TAKEN_UP, TAKEN_DOWN)  # the words of the tree
 ENDS = (TAKEN, TAKEN_UP, TAKEN_DOWN)  # the words that announce no bytes
-LIVES = 16  # the kernel wakes one watcher of each; in larger groups that one wakes those that share it
+MUTEXES = 16  # the kernel wakes one watcher of each; in larger groups that one wakes those that share it
 FINGERPRINT = 2  # see ftcomm.collective.checksum
 DETAIL = 3  # the rest of a call, besides sizes, dtype and reduction, see ftcomm.collective.schedule
 SIZE = HEADER + 2 * STAGED  # of a group of 17 members or fewer
@@ -161,10 +161,10 @@ def published(members: int) -> frozenset[int]:
     return frozenset((POSTED, REDUCED, TAKEN, *TREE, *map(level, range(1, levels(members) + 1))))
 
 
-def life(reader: int) -> int:
+def mutex(reader: int) -> int:
     """Returns the index of the mutex that the owner holds while it lives, for `reader` to watch; see
     `ftcomm.sync.robust_mutex`."""
-    return _LIVES + reader % LIVES * _LINE
+    return _MUTEXES + reader % MUTEXES * _LINE
 
 
 class Memory:

@@ -21,7 +21,7 @@ from ftcomm.sync import death_watch
 from ftcomm.sync.death_watch import DeathWatch, MutexWord
 from ftcomm.sync.robust_mutex import hold, owner_died
 from ftcomm.sync.sched import _SYS_SCHED_SETATTR, SLICE, _Attributes, request_short_slice
-from ftcomm.transport.segment import LIVES, Memory, Segment, life
+from ftcomm.transport.segment import MUTEXES, Memory, Segment, mutex
 from tests.deadlines import DEADLINE
 
 pytestmark = pytest.mark.protocol
@@ -43,7 +43,7 @@ class Page(Memory):
     def __init__(self, fd: int) -> None:
         self._map(mmap.mmap(fd, 4096, prot=mmap.PROT_READ))
 
-    def life(self) -> MutexWord:
+    def mutex(self) -> MutexWord:
         return MutexWord(self.words, 0, self.address)
 
 
@@ -118,7 +118,7 @@ def test_the_mark_of_a_thread_that_ends() -> None:
         held = threading.Event()
 
         def holder() -> None:
-            hold(*(segment.address + 8 * life(reader) for reader in range(LIVES)))
+            hold(*(segment.address + 8 * mutex(reader) for reader in range(MUTEXES)))
             held.set()
             go.wait(DEADLINE)
 
@@ -127,15 +127,15 @@ def test_the_mark_of_a_thread_that_ends() -> None:
         assert held.wait(DEADLINE)
         eye.watch(
             {
-                reader: MutexWord(segment.words, life(reader), segment.address + 8 * life(reader))
-                for reader in range(LIVES)
+                reader: MutexWord(segment.words, mutex(reader), segment.address + 8 * mutex(reader))
+                for reader in range(MUTEXES)
             }
         )
         wait_asleep("ftcomm-watch", 1)
         assert told.empty()
         go.set()
-        assert sorted(told.get(timeout=DEADLINE) for _ in range(LIVES)) == list(range(LIVES))
-        assert all(owner_died(segment.words[life(reader)]) for reader in range(LIVES))
+        assert sorted(told.get(timeout=DEADLINE) for _ in range(MUTEXES)) == list(range(MUTEXES))
+        assert all(owner_died(segment.words[mutex(reader)]) for reader in range(MUTEXES))
         thread.join(DEADLINE)
     segment.close()
 
@@ -147,7 +147,7 @@ def test_every_watcher_of_a_process_is_woken() -> None:
         eyes = [stack.enter_context(watcher()) for _ in range(5)]
         pages = [(Page(victim.fd), Page(other.fd)) for _ in eyes]
         for (eye, _), (first, second) in zip(eyes, pages, strict=True):
-            eye.watch({0: first.life(), 1: second.life()})
+            eye.watch({0: first.mutex(), 1: second.mutex()})
         wait_asleep("ftcomm-watch", 5)
         victim.process.kill()
         assert [told.get(timeout=DEADLINE) for _, told in eyes] == [0] * 5
@@ -162,9 +162,9 @@ def test_who_is_dead_already_is_told_once_for_each_key() -> None:
     with holders(1) as [holder], watcher() as (eye, told):
         holder.process.kill()
         holder.process.wait(DEADLINE)
-        eye.watch({1: holder.page.life()})
+        eye.watch({1: holder.page.mutex()})
         assert told.get(timeout=DEADLINE) == 1
-        eye.watch({1: holder.page.life(), 2: holder.page.life()})
+        eye.watch({1: holder.page.mutex(), 2: holder.page.mutex()})
         assert told.get(timeout=DEADLINE) == 2
         wait_asleep("ftcomm-watch", 1)
         assert told.empty()
@@ -175,12 +175,12 @@ def test_memory_is_let_go_while_the_watcher_sleeps() -> None:
         return Path("/proc/self/maps").read_text().count("memfd:life")
 
     with holders(2) as [first, second], watcher() as (eye, told):
-        eye.watch({1: first.page.life(), 2: second.page.life()})
+        eye.watch({1: first.page.mutex(), 2: second.page.mutex()})
         wait_asleep("ftcomm-watch", 1)
         before = mapped()
         del first.page
         assert mapped() == before, "unmapped under a sleeping watcher"
-        eye.watch({2: second.page.life()})
+        eye.watch({2: second.page.mutex()})
         end = time.monotonic() + DEADLINE
         while mapped() != before - 1:
             assert time.monotonic() < end, "the watcher keeps memory that it does not watch"
@@ -194,14 +194,14 @@ def test_memory_is_let_go_while_the_watcher_sleeps() -> None:
 
 def test_the_thread_ends_when_asked() -> None:
     with holders(1) as [holder], watcher() as (eye, told):
-        eye.watch({1: holder.page.life()})
+        eye.watch({1: holder.page.mutex()})
         wait_asleep("ftcomm-watch", 1)
         thread = eye._thread
         assert thread is not None
         eye.close()
         thread.join(DEADLINE)
         assert not thread.is_alive()
-        eye.watch({1: holder.page.life()})
+        eye.watch({1: holder.page.mutex()})
         assert told.empty()
 
 
@@ -209,7 +209,7 @@ def test_a_kernel_without_futex_waitv(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watcher gives up in silence; whoever is in the view is seen by other signs."""
     monkeypatch.setattr(death_watch, "_FUTEX_WAITV", 100_000)  # a system call that no kernel has
     with holders(1) as [holder], watcher() as (eye, told):
-        eye.watch({1: holder.page.life()})
+        eye.watch({1: holder.page.mutex()})
         assert eye._thread is not None
         eye._thread.join(DEADLINE)
         assert not eye._thread.is_alive()

@@ -148,7 +148,7 @@ def test_a_member_speaks_for_one_group_of_a_name() -> None:
     driven = Driven()
     assert driven.machine.accepts(call(5, 1))
     assert not driven.machine.accepts(call(5, 1, nonce="f" * 32))
-    assert driven.machine.accepts(call(5, 1)._replace(life="second-1", nonce="f" * 32))
+    assert driven.machine.accepts(call(5, 1)._replace(instance="second-1", nonce="f" * 32))
     assert not driven.machine.accepts(call(5, 1)._replace(there="f" * 32))
 
 

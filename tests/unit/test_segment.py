@@ -29,7 +29,7 @@ from ftcomm.transport.segment import (
     Segment,
     level,
     levels,
-    life,
+    mutex,
     published,
     sized,
     slot_payload,
@@ -87,7 +87,7 @@ def test_what_a_member_gives_another_one_shrinks_with_their_number(members: int)
 
 
 def test_the_word_that_tells_of_a_death_is_no_level_whoever_watches_it() -> None:
-    assert not {life(reader) // 8 for reader in range(MEMBERS)} & {word // 8 for word in published(MEMBERS)}
+    assert not {mutex(reader) // 8 for reader in range(MEMBERS)} & {word // 8 for word in published(MEMBERS)}
 
 
 @pytest.mark.parametrize("layout", [HOST, sized(HOST, 64)])

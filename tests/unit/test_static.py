@@ -563,7 +563,7 @@ def test_callers_of_other_groups_take_bounded_room(monkeypatch: pytest.MonkeyPat
             {"group": "", "what": "link", "member": 0},
             {"group": "x", "what": "link", "member": -1},
             {"group": "x", "what": "p2p", "member": 0},
-            {"group": "x", "what": "p2p", "member": 0, "life": "x"},
+            {"group": "x", "what": "p2p", "member": 0, "instance": "x"},
         ):
             with place.dial("communicator", fields, DEADLINE) as sock:
                 sock.settimeout(DEADLINE)

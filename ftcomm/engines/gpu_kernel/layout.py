@@ -1,6 +1,6 @@
 """The memory of a rank whose ops a kernel runs: the words of a segment as ever, lanes behind them, then staging.
 
-    bytes 0..4095    header, ASLEEP, lives: as in every segment; words EXPORT_AT.. say where the device's memory is
+    bytes 0..4095    header, ASLEEP, mutexes: as in every segment; words EXPORT_AT.. say where the device's memory is
     lane words       a line for each lane: the copy of POSTED, REDUCED, TAKEN, see ftcomm.kernels.device.words
     staging          2 regions (POSTED, REDUCED) x lanes x SLOTS x chunk bytes, then that of the copies; here, or in
                      memory of the device

@@ -41,7 +41,7 @@ class NixlMirrorWriter(MirrorWriter, Sender):
     """Writes to one reader in one epoch. `on_lost` is called if a put fails after the send that began it. Raises
     `ConnectionError` if its endpoint is retired."""
 
-    life = ""
+    nonce = ""
 
     def __init__(
         self,

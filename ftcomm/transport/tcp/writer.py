@@ -24,11 +24,11 @@ _Left = tuple[memoryview, int, int, bool]  # bytes to send, their word and value
 class TcpMirrorWriter(MirrorWriter):
     """Writes to the member that has dialled `sock`, which is past its handshake."""
 
-    def __init__(self, sock: Connection, replica: int, epoch: int, life: str = "") -> None:
+    def __init__(self, sock: Connection, replica: int, epoch: int, nonce: str = "") -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for_bulk(sock)
-        self.replica, self.life = replica, life
+        self.replica, self.nonce = replica, nonce
         self.epoch = epoch
         self._sock = sock
         self._queue: deque[_Left] = deque()
