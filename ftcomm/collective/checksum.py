@@ -27,14 +27,13 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.schedule import Batch
 from ftcomm.transport.segment import FINGERPRINT, SLOTS, Memory, descriptor
 
 _PRINTS = [descriptor(slot) + FINGERPRINT for slot in range(SLOTS)]  # the word of each slot
@@ -73,6 +72,14 @@ def fingerprint(chunk: np.ndarray[Any, Any]) -> int:
     return _SAID | zlib.crc32(flat[whole:].data, zlib.crc32(row.data))
 
 
+def fingerprint_of(pieces: Iterable[np.ndarray[Any, Any]]) -> int:
+    """Returns the checksum of several arrays."""
+    said = 0
+    for piece in pieces:
+        said = zlib.crc32(fingerprint(piece).to_bytes(8, "little"), said)
+    return _SAID | said
+
+
 def judge(prints: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the replicas that are (wrong, right) by the fingerprint of each; both are empty if all agree."""
     said = {replica: value for replica, value in prints.items() if value}
@@ -106,23 +113,10 @@ class Checksums:
         self.tasks = [(0, 0)] * SLOTS  # (op, chunk) of the task that was taken last in each slot
         self.checked = 0  # tasks compared
 
-    def taken(self, index: int, op: Operation, chunk: int, here: np.ndarray[Any, Any]) -> None:
-        """Note that task `index` is taken here, before TAKEN says so. `here` is its chunk of the result."""
+    def taken(self, index: int, op: Operation, chunk: int, said: int) -> None:
+        """Note that task `index` is taken here, before TAKEN says so. `said` is the fingerprint of its chunk of the
+        result, or 0."""
         self.tasks[index % SLOTS] = op.number, chunk
-        self._own[_PRINTS[index % SLOTS]] = fingerprint(here) if op.error is None else 0
-
-    def taken_batch(self, index: int, op: Operation, batch: Batch) -> None:
-        """Note that a batch is taken here, of which the part that all take is compared."""
-        assert op.schedule is not None
-        parts = op.schedule.parts
-        shared = [move.part for move in batch.moves if parts[move.part].takers is None]
-        self.tasks[index % SLOTS] = op.number, shared[0] if shared else 0
-        said = 0
-        if shared and op.error is None:
-            for part in shared:
-                begin, count = parts[part].dest, parts[part].size
-                said = zlib.crc32(fingerprint(op.array[begin : begin + count]).to_bytes(8, "little"), said)
-            said |= _SAID
         self._own[_PRINTS[index % SLOTS]] = said
 
     def compare(self, end: int) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ftcomm.collective.chunks import Contributors, pack
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.resume import REDUCE, ProtocolError, Task, base, failure
+from ftcomm.collective.resume import REDUCE, ProtocolError, base, failure
 from ftcomm.control.limits import IN_FLIGHT
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
 from ftcomm.errors import ArgumentError, CollectiveTimeout, LostError, MismatchError
@@ -138,7 +138,7 @@ class Inflight(Generic[Op]):
             self.return_first()
         copied = reduced = again = resent = 0
         for op in self.ops:
-            posted = {task.chunk for task in op.tasks[: op.next] if isinstance(task, Task)}
+            posted = op.posted()
             op.next, op.end, op.verified = 0, -1, False
             self._fail_as_elsewhere(op, progress)
             tasks = op.resume(progress, contributors)

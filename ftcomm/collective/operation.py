@@ -138,6 +138,10 @@ class Operation:
         self.tasks = tasks = resume_tasks(self.number, len(self.finals), progress, only)
         return tasks
 
+    def posted(self) -> set[int]:
+        """Returns the chunks that were posted in this epoch."""
+        return {task.chunk for task in self.tasks[: self.next]}
+
     def enter(self, view: GroupView) -> None:
         """Prepare for the epoch of `view`, in which the first task of the op is about to be posted."""
 

@@ -130,7 +130,7 @@ class Slot:
     gates: Sequence[Gate]  # gates of its steps
     number: int  # number of the next step
     straight: bool  # readers get my input from `here`, not from the staging
-    here: Array  # the caller's buffer of this chunk; none for a batch
+    here: Array  # the caller's buffer of this chunk; of a batch that of the whole op
     views: Any  # the algorithm's views of the staging
 
 
@@ -329,13 +329,12 @@ class Pipeline:
         if algorithm is self.algorithms.tree:
             slot.arrival = self._arrival_by_tree(slot)
         slot.chunk = chunk = slot.index % self.staged * self._most
+        slot.here = here = op.array
         if op.schedule is not None:
             return
-        here = op.array
         if len(op.finals) > 1:
-            start = slot.task.chunk * op.elements  # type: ignore[union-attr]
-            here = here[start : start + slot.span * op.elements]
-        slot.here = here
+            start = slot.task.chunk * op.elements
+            slot.here = here = here[start : start + slot.span * op.elements]
         slot.views = algorithm.views(op, len(here), chunk)
         if algorithm.straight and op.nbytes >= self._straight_from:
             slot.straight = True
@@ -520,13 +519,9 @@ class Pipeline:
 
     def take(self, slot: Slot) -> None:
         """Note that a task is in the caller's buffer: INPUT becomes FINAL, or its op has failed."""
-        op, task = slot.op, slot.task
-        if isinstance(task, Task):
-            if op.error is None:
-                chunk, _, contributors = task
-                op.finals[chunk : chunk + slot.span] = [contributors or self.algorithms.contributors] * slot.span
-            del slot.here
-        del slot.op
+        if slot.op.error is None:
+            slot.task.mark(slot.op, slot.span, self.algorithms.contributors)
+        del slot.op, slot.here
         self.taken = slot.index + 1
         if slot.algorithm is self.algorithms.tree and not self.asks(slot.index):
             self.ends.append(slot.index + 1)

@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from ftcomm.collective.gate import Gate, token
 from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.resume import Task
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.sync.futex import IN_POLL, wake
 from ftcomm.transport.base import CannotSend, MirrorWriter, Peer
@@ -301,7 +300,6 @@ class Publisher:
             if word == POSTED and slot.straight:
                 # None if it is taken: then all have what they need of it.
                 if count > self._pipeline.taken:
-                    assert isinstance(slot.task, Task)
                     begin = slot.task.chunk * slot.op.elements * slot.op.itemsize + start
                     payload = slot.op.memory[begin : begin + stop - start]
             else:

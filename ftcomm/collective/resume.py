@@ -30,21 +30,36 @@ import bisect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ftcomm.collective.chunks import Contributors, unpack
 from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.errors import FtcommError
 
+if TYPE_CHECKING:
+    from ftcomm.collective.operation import Operation
+
 REDUCE = -1  # a value of `Task.holder`
 
 
 class Task(NamedTuple):
-    """One chunk to bring to FINAL. `holder` has it already, or is REDUCE; then the view says who contributes."""
+    """One chunk to bring to FINAL. `holder` has it already, or is REDUCE; then the view says who contributes.
+
+    A stream asks the same of it as of a `Batch` (`ftcomm.collective.schedule`).
+    """
 
     chunk: int
     holder: int
     contributors: Contributors
+
+    def keep(self, op: Operation, span: int) -> None:
+        """Keep the input of this chunk and of the next ones, `span` in all, before it is posted."""
+        for chunk in range(self.chunk, self.chunk + span):
+            op.keep(chunk, self.holder == REDUCE)
+
+    def mark(self, op: Operation, span: int, contributors: Contributors) -> None:
+        """Note that they are FINAL, with `contributors` if they were reduced."""
+        op.finals[self.chunk : self.chunk + span] = [self.contributors or contributors] * span
 
 
 class ProtocolError(FtcommError):

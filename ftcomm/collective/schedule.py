@@ -31,11 +31,14 @@ import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.kernels.call_codes import KINDS
+
+if TYPE_CHECKING:
+    from ftcomm.collective.operation import Operation
 
 AROUND = 1 << 8  # the detail of an all-reduce, if large ones go around a ring
 HIERARCHICAL = 2 << 8  # if they are hierarchical
@@ -77,10 +80,26 @@ class Move(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A batch: one task of the stream."""
+    """A batch: one task of the stream, as a `Task` of one chunk is."""
 
     moves: tuple[Move, ...]
     itemsize: int
+
+    @property
+    def chunk(self) -> int:
+        """The chunk where it begins: the input and the result of its op are no rows of chunks."""
+        return 0
+
+    @property
+    def holder(self) -> int:
+        """The member that has all of it: none, since each move has a holder."""
+        return REDUCE
+
+    def keep(self, op: Operation, span: int) -> None:
+        """Keep nothing: an op that follows a schedule is not atomic."""
+
+    def mark(self, op: Operation, span: int, contributors: Contributors) -> None:
+        """Mark nothing: each part became FINAL as it was unpacked."""
 
     def span(self, giver: int, reduces: bool, taker: int) -> tuple[int, int]:
         """Returns the elements (start, stop) of `giver`'s slot that `taker` has to read; `reduces`: its input

@@ -63,6 +63,10 @@ class ScheduledOperation(Operation):
             self.left = tasks
         return tasks
 
+    def posted(self) -> set[int]:
+        """Returns none: its tasks are batches of parts, and not chunks."""
+        return set()
+
     def enter(self, view: GroupView) -> None:
         """Turn what is left into tasks, or fail the op."""
         if self.error is not None:  # it has failed with this at some member, before this epoch

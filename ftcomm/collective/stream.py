@@ -20,8 +20,6 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.publisher import Delivered, Publisher
-from ftcomm.collective.resume import REDUCE, Task
-from ftcomm.collective.schedule import Batch
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.recorder.recorder import GroupRecorder, unread
@@ -156,15 +154,13 @@ class Stream:
         pipeline = self.pipeline
         if self.checksums is not None:
             self.checksums.compare(pipeline.posted - SLOTS + 1)
-        task: Task | Batch = op.tasks[op.next]
+        task = op.tasks[op.next]
         slot = pipeline.begin(op)
         if slot.first:
             self.publisher.describe(slot)
             self._recorder.posted(op, slot.algorithm.name)
         if op.atomic and len(op.finals) > 1:
-            assert isinstance(task, Task)
-            for chunk in range(task.chunk, task.chunk + slot.span):
-                op.keep(chunk, task.holder == REDUCE)
+            task.keep(op, slot.span)
         if pipeline.relayed:
             self._dial(pipeline.need(slot))
         slot.algorithm.post(slot)
@@ -186,16 +182,9 @@ class Stream:
         if op.error is None:
             slot.algorithm.finish(slot)
         if self.checksums is not None:
-            self._leave_checksum(self.checksums, slot)
+            self.checksums.taken(slot.index, op, *slot.algorithm.fingerprint(slot))
         self.pipeline.take(slot)
         self.publisher.publish(TAKEN, index + 1, last=op.end == index + 1)
-
-    @staticmethod
-    def _leave_checksum(checksums: Checksums, slot: Slot) -> None:
-        if isinstance(slot.task, Batch):
-            checksums.taken_batch(slot.index, slot.op, slot.task)
-        else:
-            checksums.taken(slot.index, slot.op, slot.task.chunk, slot.here)
 
     def stable(self, op: Operation) -> bool:
         """Whether all members are known to hold all of `op` FINAL (or to have failed it). Looks at the words now."""

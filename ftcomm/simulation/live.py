@@ -18,7 +18,7 @@ from ftcomm.collective.member import GroupMember
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.resume import REDUCE, Task
+from ftcomm.collective.resume import REDUCE
 from ftcomm.collective.stream import Stream
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import actions as act
@@ -72,7 +72,7 @@ class SteppedPipeline(Pipeline):
         if op is None or "post" in self.stages:
             return op
         task = op.tasks[op.next]
-        return op if isinstance(task, Task) and op.finals[task.chunk] is None else None
+        return op if op.schedule is None and op.finals[task.chunk] is None else None
 
     def to_arrive(self) -> Slot | None:
         return super().to_arrive() if "arrive" in self.stages else None
@@ -338,7 +338,7 @@ class Live:
         counts = (pipeline.posted, pipeline.arrived, pipeline.taken)
         met = self._met(pipeline)
         task = pipeline.slots[pipeline.taken % SLOTS].task if pipeline.taken < pipeline.posted else None
-        copies = isinstance(task, Task) and task.holder != REDUCE
+        copies = task is not None and task.holder != REDUCE
         unposted = len(pipeline.unposted)
         pipeline.stages = frozenset(stages)
         if not stream.advance():

@@ -12,7 +12,7 @@ from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.publisher import Publisher
-from ftcomm.collective.resume import REDUCE, Task, all_reduce
+from ftcomm.collective.resume import REDUCE, all_reduce
 from ftcomm.kernels.epochs import COUNTS
 from ftcomm.simulation.live import Resumption, SteppedGate, SteppedPipeline, SteppedStream
 from ftcomm.transport.base import Peer
@@ -87,7 +87,9 @@ def _any_holder(flight: Inflight[Operation], view: GroupView) -> None:
         return holder if holder == REDUCE else next((x for x in reversed(view.members) if x != holder), holder)
 
     for op in flight.ops:
-        op.tasks = tuple(task._replace(holder=other(task.holder)) for task in op.tasks if isinstance(task, Task))
+        if op.schedule is None:
+            tasks: Any = op.tasks
+            op.tasks = tuple(task._replace(holder=other(task.holder)) for task in tasks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,19 +18,19 @@ import os, time
 import numpy as np
 import torch
 import ftcomm
-from ftcomm.collective.checksum import Checksums
+from ftcomm.collective.algorithms.base import Algorithm
 
 group = ftcomm.init()
 first_life = not os.path.exists(f"lived-{group.replica}")
 open(f"lived-{group.replica}", "w").close()
-taken, faulty = Checksums.taken, False
+fingerprint, faulty = Algorithm.fingerprint, False
 
-def flip(alarm, index, op, chunk, here):
-    if faulty and chunk == 1:
-        here.view(np.uint8)[4096] ^= 1
-    taken(alarm, index, op, chunk, here)
+def flip(algorithm, slot):
+    if faulty and slot.task.chunk == 1:
+        slot.here.view(np.uint8)[4096] ^= 1
+    return fingerprint(algorithm, slot)
 
-Checksums.taken = flip
+Algorithm.fingerprint = flip
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

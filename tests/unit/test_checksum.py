@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.collective.checksum import Checksums, Divergence, fingerprint, judge
+from ftcomm.collective.algorithms.base import Algorithm
+from ftcomm.collective.checksum import Divergence, fingerprint, judge
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.pipeline import Slot
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.stream import Stream
 from ftcomm.errors import DivergenceError, MismatchError
@@ -65,15 +67,14 @@ class Fault:
     """Flips one bit of the result of `replica` in a chunk of an op, after it is taken and before that is said."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, replica: int, number: int, chunk: int) -> None:
-        taken = Checksums.taken
-        own = rig.members[replica].segment.words
+        fingerprint_of = Algorithm.fingerprint
 
-        def faulty(alarm: Checksums, index: int, op: Operation, part: int, here: np.ndarray[Any, Any]) -> None:
-            if alarm._own is own and (op.number, part) == (number, chunk):
-                here.view(np.uint8)[-1] ^= 4
-            taken(alarm, index, op, part, here)
+        def faulty(algorithm: Algorithm, slot: Slot) -> tuple[int, int]:
+            if algorithm.me == replica and (slot.op.number, slot.task.chunk) == (number, chunk):
+                slot.here.view(np.uint8)[-1] ^= 4
+            return fingerprint_of(algorithm, slot)
 
-        monkeypatch.setattr(Checksums, "taken", faulty)
+        monkeypatch.setattr(Algorithm, "fingerprint", faulty)
 
 
 def run(rig: Rig, counts: list[int], together: bool) -> dict[int, list[Operation]]:
@@ -222,7 +223,7 @@ def test_a_member_that_was_left_behind_takes_no_later_epoch_for_a_divergence() -
         stream = Stream(view, left.segment, peers, left.exchange._waiter, Reducer(), nothing, found.append)
         alarm, op = stream.checksums, Operation(np.ones(4, np.float32), "float32", "sum")
         assert alarm is not None
-        alarm.taken(0, op, 0, op.array)
+        alarm.taken(0, op, 0, fingerprint(op.array))
         stream.publisher.publish(TAKEN, 1)
         for epoch, expected in ((2, 0), (1, 1)):
             for word in (POSTED, REDUCED, TAKEN):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ftcomm.collective.checksum import fingerprint
 from ftcomm.collective.plan import GroupView
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.host.tensors import lasting
@@ -87,6 +88,10 @@ class Algorithm(ABC):
     @abstractmethod
     def finish(self, slot: Slot) -> None:
         """Put the whole chunk into the caller's buffer, in one go."""
+
+    def fingerprint(self, slot: Slot) -> tuple[int, int]:
+        """Returns the chunk that is compared with the results of others, and its checksum; 0 if the op has failed."""
+        return slot.task.chunk, fingerprint(slot.here) if slot.op.error is None else 0
 
     @abstractmethod
     def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ftcomm.collective.algorithms.base import Algorithm, Array
+from ftcomm.collective.checksum import fingerprint_of
 from ftcomm.collective.resume import REDUCE
 from ftcomm.collective.schedule import Batch, Part
 from ftcomm.collective.scheduled import ScheduledOperation
@@ -18,19 +19,29 @@ if TYPE_CHECKING:
 class ScheduledBatches(Algorithm):
     name = "batches"
 
+    @staticmethod
+    def _of(slot: Slot) -> tuple[ScheduledOperation, Batch]:
+        """The op and the task of a slot: `Algorithms.of_task` gives this algorithm no others."""
+        return cast("ScheduledOperation", slot.op), cast("Batch", slot.task)
+
     def post(self, slot: Slot) -> None:
-        assert isinstance(slot.op, ScheduledOperation)
-        assert isinstance(slot.task, Batch)
-        self.pack(slot.op, slot.task, slot.chunk)
+        self.pack(*self._of(slot), slot.chunk)
 
     def finish(self, slot: Slot) -> None:
-        assert isinstance(slot.op, ScheduledOperation)
-        assert isinstance(slot.task, Batch)
-        self.unpack(slot.op, slot.task, slot.chunk)
+        self.unpack(*self._of(slot), slot.chunk)
+
+    def fingerprint(self, slot: Slot) -> tuple[int, int]:
+        """Returns the first part that all take, and the checksum of all of these."""
+        op, batch = self._of(slot)
+        parts = op.schedule.parts
+        shared = [move.part for move in batch.moves if parts[move.part].takers is None]
+        if op.error is not None or not shared:
+            return shared[0] if shared else 0, 0
+        pieces = (op.array[parts[part].dest : parts[part].dest + parts[part].size] for part in shared)
+        return shared[0], fingerprint_of(pieces)
 
     def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
-        batch = slot.task
-        assert isinstance(batch, Batch)
+        _, batch = self._of(slot)
         start, stop = batch.span(self.me, self.contributes, reader)
         return start * batch.itemsize, stop * batch.itemsize
 

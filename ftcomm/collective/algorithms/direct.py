@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
 from ftcomm.collective.plan import GroupView, slices
-from ftcomm.collective.resume import Task
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory
@@ -169,10 +168,8 @@ class Copy(Algorithm):
 
     @staticmethod
     def _holder(slot: Slot) -> int:
-        assert isinstance(slot.task, Task)
         return slot.task.holder
 
     @staticmethod
     def _lacks(slot: Slot) -> bool:
-        assert isinstance(slot.task, Task)
         return slot.task.holder != slot.algorithm.me and slot.op.finals[slot.task.chunk] is None
