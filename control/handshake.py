@@ -298,14 +298,7 @@ def client(
     if credentials.tls is None:
         return (yield from _framed(client_steps(credentials, purpose, fields, to, at=at))), None
     session = credentials.tls.client()
-    try:
-        yield from session.handshake()
-    except NoTls:
-        raise HandshakeError(f"the other side does not speak TLS, this one does; {_BOTH}", "tls") from None
-    except ssl.SSLCertVerificationError as error:
-        raise HandshakeError(f"the server's certificate is not good: {error.verify_message}; {_VALID}", "tls") from None
-    except ssl.SSLError as error:
-        raise HandshakeError(f"TLS: {error.reason}", "tls") from None
+    yield from _begin(session, "the other side does not speak TLS, this one does", "the server's")
     return (yield from _framed(client_steps(credentials, purpose, fields, to, session.binding, at), session)), session
 
 
@@ -325,15 +318,20 @@ def server(credentials: Credentials, name: str = "", at: str = "") -> Wired:
     if credentials.tls is None:
         return *(yield from _framed(server_steps(credentials, name, at=at), first=first)), None
     session = credentials.tls.server()
+    yield from _begin(session, "it does not speak TLS", "its", first)
+    return *(yield from _framed(server_steps(credentials, name, session.binding, at), session)), session
+
+
+def _begin(session: Session, unspoken: str, whose: str, first: bytes = b"") -> Generator[bytes | int, bytes, None]:
+    """Begins TLS. What fails is said as a `HandshakeError`: `unspoken`, or that a certificate, `whose`, is not good."""
     try:
         yield from session.handshake(first)
     except NoTls:
-        raise HandshakeError(f"it does not speak TLS; {_BOTH}", "tls") from None
+        raise HandshakeError(f"{unspoken}; {_BOTH}", "tls") from None
     except ssl.SSLCertVerificationError as error:
-        raise HandshakeError(f"its certificate is not good: {error.verify_message}; {_VALID}", "tls") from None
+        raise HandshakeError(f"{whose} certificate is not good: {error.verify_message}; {_VALID}", "tls") from None
     except ssl.SSLError as error:
         raise HandshakeError(f"TLS: {error.reason}", "tls") from None
-    return *(yield from _framed(server_steps(credentials, name, session.binding, at), session)), session
 
 
 def _refusal(why: str) -> bytes:

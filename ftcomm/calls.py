@@ -361,13 +361,11 @@ class Calls(Messages):
         into = self._only_at_root("gather", "out", out, self._engine.to_write, root)
         if me == root:
             self._fits("gather", "out", into, given.count * len(roster), given)
-        op = self._engine.collective(
-            CollectiveCall("gather", roster, me, root), into.flat, given.flat, given.dtype, given.count, given.size
+        op = self._moving(
+            CollectiveCall("gather", roster, me, root),
+            *(into, given, given),
+            lambda: schedule.gather(given.flat.size, roster, me, root, self._slot_payload, 1),
         )
-        if op is None:
-            plan = schedule.gather(given.flat.size, roster, me, root, self._slot_payload, 1)
-            source = _apart(given.flat, into.flat)
-            op = ScheduledOperation(plan, source, into.flat, given.dtype, "", given.count, given.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
@@ -385,14 +383,23 @@ class Calls(Messages):
         given = self._only_at_root("scatter", "x", x, self._engine.to_read, root)
         if me == root:
             self._fits("scatter", "x", given, into.count * len(roster), into)
-        op = self._engine.collective(
-            CollectiveCall("scatter", roster, me, root), into.flat, given.flat, into.dtype, into.count, into.size
+        op = self._moving(
+            CollectiveCall("scatter", roster, me, root),
+            *(into, given, into),
+            lambda: schedule.scatter(into.flat.size, roster, me, root, CHUNK, 1),
         )
-        if op is None:
-            plan = schedule.scatter(into.flat.size, roster, me, root, CHUNK, 1)
-            source = _apart(given.flat, into.flat)
-            op = ScheduledOperation(plan, source, into.flat, into.dtype, "", into.count, into.size)
         return self._carry_out(op, out, into.finish, async_op)
+
+    def _moving(
+        self, call: CollectiveCall, into: Flat, given: Flat, each: Flat, plan: Callable[[], schedule.Schedule]
+    ) -> Operation:
+        """Returns the op of a call that moves `given` into `into`, arrays of their own; `each` is that of one rank. The
+        host does it by `plan`."""
+        op = self._engine.collective(call, into.flat, given.flat, each.dtype, each.count, each.size)
+        if op is not None:
+            return op
+        source = _apart(given.flat, into.flat)
+        return ScheduledOperation(plan(), source, into.flat, each.dtype, "", each.count, each.size)
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """Block until all members of the view have called it. Returns None. Survives losses and raises as `broadcast`

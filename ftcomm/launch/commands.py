@@ -25,6 +25,9 @@ from ftcomm.recorder.files import FOLDER
 WIDTH = 120  # columns of a table that goes to no terminal
 
 job_option = click.option("--job", metavar="RUN", help="Which job; not needed if only one of yours runs here.")
+_timeout_option = functools.partial(
+    click.option, "--timeout", type=float, default=300.0, metavar="S", show_default=True
+)
 
 
 @click.command()
@@ -122,13 +125,8 @@ def _longest(waits: dict[str, float]) -> str:
 @job_option
 @click.option("--replica", "replicas", type=int, multiple=True, metavar="N", help="This one; may be given repeatedly.")
 @click.option("--all", "all_of_them", is_flag=True, help="All of them, one after the other.")
-@click.option(
-    "--timeout",
-    type=float,
-    default=300.0,
-    metavar="S",
-    show_default=True,
-    help="Seconds within which a replica must contribute again; else this stops, and leaves the others alone.",
+@_timeout_option(
+    help="Seconds within which a replica must contribute again; else this stops, and leaves the others alone."
 )
 @yes_option
 def restart(job: str | None, replicas: tuple[int, ...], all_of_them: bool, timeout: float, yes: bool) -> None:
@@ -164,13 +162,8 @@ def restart(job: str | None, replicas: tuple[int, ...], all_of_them: bool, timeo
 @click.command()
 @click.argument("count", metavar="N", type=click.IntRange(min=1))
 @job_option
-@click.option(
-    "--timeout",
-    type=float,
-    default=300.0,
-    metavar="S",
-    show_default=True,
-    help="Seconds within which N replicas must contribute and the others be gone; the job goes on in any case.",
+@_timeout_option(
+    help="Seconds within which N replicas must contribute and the others be gone; the job goes on in any case."
 )
 @yes_option
 def resize(count: int, job: str | None, timeout: float, yes: bool) -> None:

@@ -74,11 +74,6 @@ class Settings:
         settings.check()
         return settings
 
-    @property
-    def kernels_run_ops(self) -> bool:
-        """All of an op, from the first byte to the last; else this process drives, and at most the sums are theirs."""
-        return engine_kind(self.engine).runs_ops
-
     def check(self) -> None:
         """Raise `SettingsError` on values that cannot work."""
         split_endpoint(self.coordinator, "FTCOMM_COORDINATOR")

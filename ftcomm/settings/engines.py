@@ -22,7 +22,6 @@ KINDS = {
 }
 
 ENGINES = ("auto", *(name for name, kind in KINDS.items() if not kind.interpreted))  # to be set by users
-INTERPRETERS = tuple(name for name, kind in KINDS.items() if kind.interpreted)
 
 
 def engine_kind(name: str) -> EngineKind:

@@ -50,6 +50,7 @@ from ftcomm.data_plane import LocalDataPlane
 from ftcomm.group import Group
 from ftcomm.internals import Internals
 from ftcomm.settings import Settings
+from ftcomm.settings.engines import engine_kind
 from ftcomm.training.catchup import Fetch
 from ftcomm.training.replay import Replay
 from ftcomm.transport.segment import POSTED, TAKEN
@@ -140,7 +141,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)
     words = {POSTED: "posted", TAKEN: "taken"}
     before(Publisher, "publish", lambda self, word, count, **more: words.get(word) if count else None)
-    if settings.kernels_run_ops:
+    if engine_kind(settings.engine).runs_ops:
         inside.before_announce(at)
     before(Fetch, "_open", "agreeing")
     before(Fetch, "_receive", "fetching")

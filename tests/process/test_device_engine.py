@@ -28,7 +28,7 @@ from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
 from ftcomm.kernels.host.fp8 import DTYPES as CODED_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings import Settings
-from ftcomm.settings.engines import INTERPRETERS
+from ftcomm.settings.engines import KINDS
 from tests.coded import coded
 
 from . import inside, torn
@@ -354,13 +354,13 @@ def open_without_variable(first: str, engine: str) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=230)
 
 
-@pytest.mark.parametrize("engine", INTERPRETERS)
+@pytest.mark.parametrize("engine", [name for name, kind in KINDS.items() if kind.interpreted])
 def test_nothing_but_the_engine_decides_that_kernels_are_interpreted(engine: str) -> None:
     ended = open_without_variable("ftcomm.group", engine)
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("engine", INTERPRETERS)
+@pytest.mark.parametrize("engine", [name for name, kind in KINDS.items() if kind.interpreted])
 def test_triton_that_was_imported_to_compile_cannot_interpret(engine: str) -> None:
     ended = open_without_variable("triton.language", engine)
     assert "SettingsError: FTCOMM_ENGINE=interpreter-... comes too late" in ended.stderr

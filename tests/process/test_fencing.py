@@ -180,6 +180,7 @@ TRAIN = """
 import os
 import torch
 import ftcomm
+from ftcomm.settings.engines import engine_kind
 from ftcomm.training.state import digest
 from tests.process.torn import first_life, stop_at
 group = ftcomm.init()
@@ -193,7 +194,7 @@ else:
         torch.nn.init.constant_(weights, 0.01)
 optimizer = torch.optim.AdamW(model.parameters())
 if group.replica == 1 and first_life(os.curdir):
-    stop_at("copy", 20, kernels=group.settings.kernels_run_ops)
+    stop_at("copy", 20, kernels=engine_kind(group.settings.engine).runs_ops)
 state = {"model": model, "optimizer": optimizer}
 for step in ftcomm.steps(1000000, state):
     x = torch.randn(2, 200, generator=torch.Generator().manual_seed(1000 * step + group.replica))

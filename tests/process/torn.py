@@ -21,6 +21,7 @@ from typing import Any
 import ftcomm
 from ftcomm.collective.algorithms.base import Algorithm
 from ftcomm.collective.publisher import Publisher
+from ftcomm.settings.engines import engine_kind
 from ftcomm.transport.nixl import puts as nixl_puts
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
@@ -37,7 +38,7 @@ _WORDS = {"posted": POSTED, "reduced": REDUCED, "taken": TAKEN}
 def reduce_and_stop(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """`reduce_forever`; the first life of the rank `arguments["victim"]` stops at `arguments["place"]`."""
     if [group.replica, group.shard] == list(arguments["victim"]) and first_life(arguments["marks"]):
-        kernels = group.settings.kernels_run_ops
+        kernels = engine_kind(group.settings.engine).runs_ops
         stop_at(arguments["place"], arguments["times"], lambda kind: notes.write(kind=kind), kernels)
     reduce_forever(group, notes, arguments)
 
