@@ -86,7 +86,7 @@ class Told:
     def __init__(self, writer: wire.Writer, once: EncodedOnce, shard: int | None = None) -> None:
         """`once` is common to all connections of the sender; `shard` is as in `ViewsSent`."""
         self._writer, self._once, self._sent = writer, once, ViewsSent(shard)
-        self.unanswered, self.flushed, self.close = writer.unanswered, writer.flushed, writer.close
+        self.unanswered, self.close = writer.unanswered, writer.close
 
     def send(self, message: m.Message) -> None:
         self._writer.write(self._once.encode(message, self._sent))
@@ -136,11 +136,6 @@ class Link:
     def send(self, message: m.Message) -> None:
         if self._writer is not None:
             self._writer.write(m.encode(message))
-
-    async def flushed(self) -> None:
-        """Wait until the kernel has all that was sent. Raises `OSError` if the connection has ended."""
-        if self._writer is not None:
-            await self._writer.flushed()
 
     def redirect(self, address: tuple[str, int]) -> None:
         """Reach the other side at `address` from now on. The caller there has no connection of ours. So the present

@@ -64,15 +64,10 @@ def state(pid: int) -> str:
     return ""
 
 
-def started() -> float:
-    """Returns when this process has started, in seconds since this host has."""
-    ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def lived_since(start: float) -> float:
-    """Returns the seconds since `start`, a time as of `started`; also those in which a process was stopped."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start
+def lived() -> float:
+    """Returns for how many seconds this process has run, also those in which it was stopped."""
+    started = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def is_ending(there: Address) -> bool:

@@ -1,10 +1,9 @@
 """Every message of the control plane, as typed structs in msgpack.
 
-Who speaks to whom (a rank's Member machine lives beside the user's code, the Leader of a replica in a process of its
-own):
+Who speaks to whom (a rank's Member machine lives beside the user's code, the Leader of a replica beside its rank 0):
 
     Coordinator  <->  Leader      Join, Heartbeat, Promise, Installed, ... / NewView, Prepare, Removed, ...
-    Leader       <->  Member      the same, for each rank of its replica; in process if it has one rank
+    Leader       <->  Member      the same, for each rank of its replica; in process for rank 0
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary; it goes through
                                   the links of rank 0 of each replica
     Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive,
@@ -372,13 +371,6 @@ class BoundaryWaits(Message, frozen=True):
     ranks: Annotated[tuple[t.Shard, ...], t.MANY] = ()
 
 
-class CoordinatorAt(Message, frozen=True):
-    """A coordinator that has replaced another one has called rank 0: it is reached there."""
-
-    host: t.Name
-    port: t.Port
-
-
 class AllFinished(Message, frozen=True):
     """The scripts of all ranks of the replica have ended well. Rank 0 waits for that."""
 
@@ -487,7 +479,6 @@ AnyMessage = (
     | ForLeader
     | Linked
     | BoundaryWaits
-    | CoordinatorAt
     | AllFinished
     | MemberProgress
     | Alive

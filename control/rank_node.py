@@ -83,7 +83,6 @@ Action = (
 
 
 Life = tuple[int, str]  # (replica, incarnation)
-KEPT = 1 << 12  # the newest messages of other leaders that are kept; far more than there can be in one view
 NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
@@ -111,8 +110,6 @@ class RankNode:
         self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
         self._boundary_waits = m.BoundaryWaits()  # for whom the leader waits, as it tells rank 0
         self._all_finished = False  # and that all ranks have finished
-        # In rank 0: what the other leaders have said, by replica and proposal.
-        self._from_leaders: dict[tuple[int, int], m.Boundary] = {}
         self._dials = FailedDials(timeouts.op)
         self._short = False  # this process lacks what it needs to reach members
         self._unreachable: set[int] = set()  # replicas whose memory this rank fails to reach
@@ -132,7 +129,6 @@ class RankNode:
         """Note that the connection to the leader is there, for the first time or again."""
         self._up, self._up_refused = True, False
         self._from_above = True  # its process has just answered, though it may never send a message
-        self._boundary_waits = m.BoundaryWaits()  # it tells them again
         hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
         late = self._outbox.late(self.machine.view)
         return [Up(hello), *self._said_again(), *(Up(message) for message in late)]
@@ -142,16 +138,7 @@ class RankNode:
         again: list[m.Message] = list(self._lasting.values())
         if self.view is not None:
             again.append(m.Installed(self.view.epoch))
-        return [Up(message) for message in (*again, *self.machine.asked(), *self._between_leaders())]
-
-    def _between_leaders(self) -> list[m.Message]:
-        """Returns what rank 0 repeats to its leader: what the other leaders have said, and that there are links to
-        them, as what its own one has said may have been lost, too."""
-        if self.shard != 0 or self.machine.view is None:
-            return []
-        others = [replica for replica in self.machine.view.replicas if replica != self.machine.replica]
-        said = [message for message in self._from_leaders.values() if message.epoch >= self._epoch()]
-        return [*said, *(m.Linked(replica) for replica in others)]
+        return [Up(message) for message in (*again, *self.machine.asked())]
 
     def up_lost(self, reason: str, refused: bool = False, here: bool = False) -> list[Action]:
         """Note that the connection to the leader is down. With `refused` it cannot be made again since no process
@@ -196,17 +183,8 @@ class RankNode:
         if isinstance(message, m.Boundary) and self.shard == 0:
             for life in self._lives((message.replica,)):
                 self._at_boundary.pop(life, None)
-            self._keep(message)
             return [Up(message)]
         return []
-
-    def _keep(self, said: m.Boundary) -> None:
-        """Keep what another leader has said, in case that the connection to the own one breaks."""
-        self._from_leaders[said.replica, said.proposal] = said
-        if len(self._from_leaders) > KEPT:
-            self._from_leaders = {at: x for at, x in self._from_leaders.items() if x.epoch >= self._epoch()}
-        if len(self._from_leaders) > KEPT:
-            del self._from_leaders[next(iter(self._from_leaders))]
 
     def peer_opened(self, replica: int) -> list[Action]:
         """Note that the link to a replica is there, for the first time or again, and repeat what may have been lost."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
-from ftcomm.control import handshake, leaderless, links, wire
+from ftcomm.control import handshake, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.dropped import drop
 from ftcomm.control.links import Listener, Told, serve_messages
@@ -231,12 +231,6 @@ class CoordinatorServer:
             rank, reason = NamedRank.read(opening.fields), handshake.text(opening.fields, "reason")
             lasting = handshake.number(opening.fields, "lasting", most=1)
             self._do(self._machine.unstarted(rank, reason, bool(lasting), self._here, time.monotonic()))
-            channel.close()
-            return
-        if opening.purpose == leaderless.PURPOSE and self._machine is not None:
-            replica, life = handshake.number(opening.fields, "replica"), handshake.text(opening.fields, "life")
-            reason = handshake.text(opening.fields, "reason")
-            self._do(self._machine.leaderless(replica, life, reason, time.monotonic()))
             channel.close()
             return
         if opening.purpose == HOPELESS and self._machine is not None:

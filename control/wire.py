@@ -284,11 +284,6 @@ class Writer:
         elif not self._stream.is_closing():  # a closing stream would count a record that is never sent
             self._stream.write(self._channel.record(data))
 
-    async def flushed(self) -> None:
-        """Wait until the kernel has all that was written. Raises `OSError` if the connection has ended."""
-        self._stream.transport.set_write_buffer_limits(high=0)
-        await self._stream.drain()
-
     def unanswered(self) -> float | None:
         """The seconds for which the kernel at the other end has not answered, as in `ftcomm.control.liveness`."""
         return unanswered(self._stream.get_extra_info("socket"))
