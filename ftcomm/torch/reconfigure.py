@@ -73,11 +73,12 @@ class ReconfigurableGroup(FtProcessGroup):
         return self._work("reconfigure", [part], [], None)
 
     def _begin(self, opts: Any) -> None:
-        if self._gone:
-            raise FtcommError(f"process group {self._name!r} does not exist any more: {self._gone}")
+        gone = self._submission.gone
+        if gone:
+            raise FtcommError(f"process group {self.group_name!r} does not exist any more: {gone}")
         uuid = int(opts.uuid)
         if uuid in self._used:
-            raise ArgumentError(f"uuid {uuid} was already used for process group {self._name!r}; take a fresh one")
+            raise ArgumentError(f"uuid {uuid} was already used for process group {self.group_name!r}; take a fresh one")
         self._used.add(uuid)
         self._leave()
         given: timedelta | None = getattr(opts, "timeout", None)
@@ -90,13 +91,13 @@ class ReconfigurableGroup(FtProcessGroup):
                 self._endpoint,
                 f"torch {uuid}",
                 handles,
-                op_timeout=self._timeout,
+                op_timeout=self._submission.timeout,
                 timeout=seconds,
                 transport=os.environ.get("FTCOMM_TRANSPORT", "auto"),
             )
         except TransportError as error:
             raise TransportError(f"{error}{_mend(handles)}") from error
-        self._group = self._calls = group
+        self._group = self._submission.group = group
 
     def _leave(self) -> None:
         """End the group of the last reconfiguration, if it is still there."""
@@ -127,8 +128,8 @@ class ReconfigurableGroup(FtProcessGroup):
 
     def split_group(self, *args: Any, **more: Any) -> Any:
         raise FtcommError(
-            f"process group {self._name!r} was made with enable_reconfigure=True and cannot be split: its ranks are "
-            "those of the last handles. Make another such group, of the handles of the ranks in question."
+            f"process group {self.group_name!r} was made with enable_reconfigure=True and cannot be split: its ranks "
+            "are those of the last handles. Make another such group, of the handles of the ranks in question."
         )
 
     def shutdown(self) -> None:
@@ -140,7 +141,7 @@ class ReconfigurableGroup(FtProcessGroup):
         super()._alive()
         if self._group is None:
             raise FtcommError(
-                f"process group {self._name!r} was made with enable_reconfigure=True and has no members yet; call "
+                f"process group {self.group_name!r} was made with enable_reconfigure=True and has no members yet; call "
                 "dist._reconfigure(uuid, handles).wait() before any collective"
             )
 
