@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready %/.compiled
-.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-pythons test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
+.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-many test-pythons test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -46,6 +46,10 @@ test-kernels: setup ## the kernels, and the whole protocol suite with them (in T
 
 test-hosts: setup ## jobs on hosts of their own, whose network fails again and again (root; ROUNDS=20)
 	FTCOMM_HOST_ROUNDS=$(ROUNDS) $(VENV)/bin/python -m pytest tests/hosts -q $(ARGS)
+
+# No part of `make test`: minutes, in which two cores have a load of 50.
+test-many: setup ## 32 members on eight hosts, of which three are killed and come back (root)
+	FTCOMM_TEST_MANY=1 $(VENV)/bin/python -m pytest tests/hosts/test_many_members.py -q $(ARGS)
 
 test-latest: setup-latest $(LATEST)/.compiled ## every test that depends on torch, on the newest
 	$(call RUN_TESTS,$(LATEST),$(ON_LATEST))

@@ -19,7 +19,7 @@ EVERY = 4  # steps
 def mixed(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """An all-reduce a step, of which each tells who is in it, and in every fourth the other collectives and a message
     to the next rank. What came of them is written down: equal on all that took part, or an error that is."""
-    array = np.empty(arguments["elements"], np.float32)
+    array = np.empty(arguments["elements"], arguments.get("dtype", "float32"))
     for step in ftcomm.steps(arguments["steps"]):
         reduce(group, notes, step, array)
         if step % EVERY == 0:

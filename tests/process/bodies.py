@@ -112,7 +112,7 @@ def seen(array: np.ndarray) -> list[tuple[int, int, list[int]]]:
     """The contributors as the values tell them."""
     edges = [0, *(np.flatnonzero(np.diff(array)) + 1).tolist(), array.size]
     return [
-        (start, stop, [replica for replica in range(16) if int(array[start]) >> replica & 1])
+        (start, stop, [replica for replica in range(64) if int(array[start]) >> replica & 1])
         for start, stop in itertools.pairwise(edges)
     ]
 
