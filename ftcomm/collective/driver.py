@@ -86,12 +86,9 @@ class Driver:
         calling thread enqueues `until`, drives until it is done, unless another thread drives already, and then lets go
         or hands over to the worker."""
         try:
+            if until is not None and not self.admit(until):
+                return
             run = self._context.run
-            if until is not None:
-                if not self.admit(until):
-                    return
-                if not self._parked and run(self._core.at_once, until) and self.leave(until):
-                    return
             pause = run(self.begin, until)
             while pause is not ENDED or not self.leave(until):
                 if relieved():
@@ -239,6 +236,8 @@ class Driver:
             stop = self._parked  # as decided when the op was admitted
         if stop:
             self._waiter.interrupted = True
+        elif until is not None and self._core.at_once(until):
+            return ENDED
         return self.go(until)
 
     def go(self, until: Operation | None) -> Pause:
