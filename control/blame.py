@@ -114,10 +114,18 @@ class Blame:
         if known is not None and goes_on:
             since, was_due, before = known.since, known.due, known.lasted
         self._stalls[by, shard] = _Stall(op, waiting_on, since, now, due or was_due, lasted if due else before)
-        if not due or now - self._asked < REPORT / 2:
+        return due and self.asks(now)
+
+    def asks(self, now: float) -> bool:
+        """Whether all are to be asked now for whom they wait. They are, then, and not again at once."""
+        if now - self._asked < REPORT / 2:
             return False
         self._asked = now
         return True
+
+    def awaited(self, now: float) -> set[int]:
+        """Returns the replicas that ranks wait for, by what they say every second."""
+        return {other for stall in self._stalls.values() if now - stall.last < FRESH for other in stall.waiting_on}
 
     def clear(self) -> None:
         """Forget all reports, since there is a new view."""

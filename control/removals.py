@@ -40,13 +40,13 @@ class Removals:
                 actions += [Close(conn), *self._suspects.disconnected(conn, now)]
             elif replica not in {*known.job.finished, *asked} and self._corroborated(replica, silent):
                 lost[replica] = f"silent for {seconds:.1f} s"
-        finished = {
-            replica: "finished"
-            for replica, since in known.job.finished.items()
-            if known.job.needs(replica) and now - since > LINGER
-        }
+        lingered = {replica for replica, since in known.job.finished.items() if now - since > LINGER}
+        awaited = known.blame.awaited(ran)
+        finished = {replica: "finished" for replica in lingered if known.job.needs(replica) or replica in awaited}
         if finished:
             return actions + self._lost.lose(finished, proved=True)
+        if any(known.job.is_member(replica) for replica in lingered) and known.blame.asks(ran):
+            actions += self._ask()  # it left with all others, of which one may have missed its last word
         divided = known.divided()
         refused = {life[0]: why for life, why in known.suspicions.refusals(ran).items() if known.job.counts(*life)}
         ripe = {replica: why for replica, (why, since) in divided.items() if ran - since > known.timeouts.hold_down}
@@ -103,6 +103,12 @@ class Removals:
         held |= known.detector.unheard()
         return known.blame.culprit(ran, known.view.contributing, present, mute, held)
 
+    def _ask(self) -> list[Action]:
+        """Ask all members for whom they wait."""
+        known = self._known
+        conns = [known.links.conn_of(member.replica) for member in known.job.running]
+        return [Send(conn, m.WhoWaits()) for conn in conns if conn is not None]
+
     def stalled(self, by: int, stall: m.Stalled) -> list[Action]:
         known = self._known
         if all(stall.epoch != view.epoch for view in known.job.in_force):
@@ -112,9 +118,7 @@ class Removals:
         waiting_on = tuple(x for x in stall.waiting_on if x in here and (x != by or not stall.due))
         if not known.blame.stalled(by, stall.shard, stall.op, waiting_on, stall.due, known.ran.seconds, stall.lasted):
             return []
-        conns = [known.links.conn_of(replica) for replica in sorted(here)]
-        asks = m.WhoWaits()
-        return [Send(conn, asks) for conn in conns if conn is not None]
+        return self._ask()
 
 
 def removed(replica: int, removal: Removal, reason: str, lasted: float = 0.0) -> Log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcomm.control import messages as m
+from ftcomm.control.blame import BOUNDARY
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Close, Log
 from ftcomm.control.joiner_messages import ALONE, MUTE, WAITS
@@ -355,6 +356,20 @@ def test_a_drain_waits_for_those_who_come_to_the_boundary_last() -> None:
     pass_time(script, 3 * LINGER, speak=[0, 1])
     assert script.newest == ((), set())
     assert len(script.views) == 2
+
+
+def test_who_has_left_with_others_is_not_waited_for_by_one_that_missed_its_last_word() -> None:
+    script = Script(3)
+    script.do(script.coordinator.drain())
+    script.promise(0, 1, 2)
+    script.tell(2, m.Finished(True))
+    script.cut(2)
+    pass_time(script, 3 * LINGER, speak=[0, 1])
+    assert isinstance(script.sent[0][-1], m.WhoWaits)
+    script.tell(0, m.Stalled(0, 1, BOUNDARY, (2,), due=False))
+    pass_time(script, 0.1, speak=[0, 1])
+    assert script.newest[0] == (0, 1)
+    assert script.views[-1].proposal == 0  # it is in force at once, wherever they stand
 
 
 def test_nobody_is_looked_for_who_has_gone_before_it_was_in() -> None:
