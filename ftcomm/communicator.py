@@ -46,7 +46,7 @@ from ftcomm.transport.router import ConnectionRouter, Incoming, Receiver
 
 ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any])  # that the engine makes
 
-_PARTING = 2.0  # s for an op to notice the end of its group
+END_NOTICED = 2.0  # s for an op to notice the end of its group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Communicator(Generic[ExchangeT]):
     def wait_all(self) -> None:
         """Block until no op runs; called when none begins any more."""
         with contextlib.suppress(CollectiveTimeout):
-            self.exchange.wait_all(_PARTING)
+            self.exchange.wait_all(END_NOTICED)
 
     def forget(self) -> None:
         """Let go of the memory, since nothing of the group runs any more: it ends with its last holder."""

@@ -20,11 +20,11 @@ from ftcomm.simulation.memory import CHUNK
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import BrokenPromise, input_of
 from ftcomm.simulation.rank import Rank, RankEnded
+from ftcomm.subgroup_internals import PARTING
 from ftcomm.training.block_scheduler import BlockScheduler, Snapshots, sources_of
+from ftcomm.training.joiner import REPLAY_LEAST
 
-REPLAY_LEAST = 2  # see `ftcomm.training.joiner`
-PARTING = 2.0  # s, see `ftcomm.subgroup_internals`
-LINGER = 2.0  # s that the end of the loop waits for joiners that fetch
+_FINISH = 2.0  # s that the end of the loop waits for joiners that fetch: training waits longer than a history lasts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Script:
             if joiner is not None:
                 promises.stands(rank, step, joiner.model)
             began = rank.clock()
-            while self._lingers() and rank.clock() - began < LINGER:
+            while self._lingers() and rank.clock() - began < _FINISH:
                 yield 0.05
         yield from self._ends()
         rank.do(rank.node.tell(m.Finished()))

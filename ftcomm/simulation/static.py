@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
+from ftcomm.communicator import END_NOTICED
 from ftcomm.control.messages import Progress
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.views import Address, View
@@ -34,6 +35,7 @@ from ftcomm.simulation.mirror import Mirror, NoConnection
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import ELEMENTS, input_of
 from ftcomm.simulation.subgroup import DATA, AcceptedEnd
+from ftcomm.static.pairs import LOOK
 from ftcomm.transport.peer_cache import PeerCache
 from ftcomm.transport.router import LINK, Incoming
 
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from ftcomm.simulation.rank import Rank
 
 _PAUSE = 0.02  # s before the next attempt to reach a member
-_LOOK = 0.002  # s between two looks while something is waited for
-PARTING = 2.0  # s, see `ftcomm.communicator`
 _COUNTS = (1, 2 * ELEMENTS, 3 * ELEMENTS + 4)  # elements of an op, in turn
 _INPUTS = 100_000  # the inputs of static groups go by numbers of their own
 _LAST = 50_000  # the ops that are in flight when a group is closed, in place of steps
@@ -116,12 +116,12 @@ class SimulatedStaticGroup:
         error = FtcommError("it was closed")
         self.membership.parts()
         self.exchange.part(error)
-        until = self.rank.clock() + PARTING
+        until = self.rank.clock() + END_NOTICED
         while self.exchange.inflight.ops and self.rank.clock() < until:
-            yield _LOOK
+            yield LOOK
         self.exchange.end(error)
         while self.exchange.inflight.ops:
-            yield _LOOK
+            yield LOOK
         left = self.exchange.exchange
         self._do(self.membership.leaves(error, left.returned, left.taken))
 
@@ -292,7 +292,7 @@ class SimulatedStaticGroup:
     def _settle(self) -> None:
         if self.membership.waits and not self._looks:
             self._looks = True
-            self.rank.after(_LOOK, self._look)
+            self.rank.after(LOOK, self._look)
 
     def _look(self) -> None:
         """Hear first what has come until now, also while the process was stopped."""
@@ -336,7 +336,7 @@ class SimulatedStaticGroup:
     def _await_failures(self, ops: Sequence[Operation]) -> None:
         """Check what becomes of the ops that were in flight when another member had left."""
         if not all(op.done for op in ops):
-            self.rank.after(_LOOK, self._await_failures, ops)
+            self.rank.after(LOOK, self._await_failures, ops)
             return
         for op in ops:
             if op.error is not None:
@@ -348,4 +348,4 @@ class SimulatedStaticGroup:
         if op is not None and op.done:
             self.rank.goes_on_after(op)
         elif op is not None:
-            self.rank.after(_LOOK, self._wake_script)
+            self.rank.after(LOOK, self._wake_script)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 
-_PARTING = 5.0  # s in which a member that cannot be reached may say that it has closed the group
+_CLOSING_HEARD = 5.0  # s in which a member that cannot be reached may say that it has closed the group
 
 
 class StaticGroupInternals:
@@ -207,7 +207,9 @@ class StaticGroupInternals:
         has said may take a moment to be heard."""
         membership = self._membership
         with self._happened:
-            self._happened.wait_for(lambda: membership.is_over or membership.left_after(member) is not None, _PARTING)
+            self._happened.wait_for(
+                lambda: membership.is_over or membership.left_after(member) is not None, _CLOSING_HEARD
+            )
             return not membership.is_over and membership.left_after(member) == 0
 
     def _dial(self, member: int, seconds: float, fields: handshake.Fields) -> Channel:

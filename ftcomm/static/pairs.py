@@ -43,7 +43,7 @@ from ftcomm.transport.router import LINK, PURPOSE, Incoming
 MAX_FRAME = 1 << 14  # bytes
 _PAUSE = 0.02  # s before the second attempt to reach a member; doubled up to half a second
 _LEAST = 0.001  # s that a dial may take
-_LOOK = 0.002  # s between two looks while `settle` has something to wait for
+LOOK = 0.002  # s between two looks while `settle` has something to wait for
 
 FRAMES: Framing[Said] = Framing(Said, MAX_FRAME)
 
@@ -299,7 +299,7 @@ class Pairs:
                         self._near.recv(4096)
                 else:
                     self._receive(key.data)
-            wait = _LOOK if self._settle(looked) else None
+            wait = LOOK if self._settle(looked) else None
 
     def _receive(self, member: int) -> None:
         heard, sock = self._heard[member], self._socks[member]

@@ -491,7 +491,7 @@ def test_a_joiner_goes_on_without_a_group_that_the_others_have_closed() -> None:
 
 def test_an_op_that_a_member_has_taken_that_leaves_returns_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One has returned it; the one that leaves, and one that stays, do not know yet that all have taken it."""
-    monkeypatch.setattr(communicator, "_PARTING", 0.1)
+    monkeypatch.setattr(communicator, "END_NOTICED", 0.1)
     with members(3) as (groups, _, _):
         leaves, _, late = groups
         knows = threading.Event()
