@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = {"ftcomm.control": "control", "ftcomm.kernels": "kernels", "ftcomm.bench": "bench", "ftcomm": "ftcomm"}
 NOT_OURS = {"train.py", "model.safetensors"}  # files of the reader's
+OF_TORCH = {"Work"}  # a class of ours, too
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -128,6 +129,43 @@ def test_names_are_there(page: Path) -> None:
             module, rest = found
             assert module.exists(), name
             assert not rest or rest[0] in names_in(module), f"{name}: {module.relative_to(ROOT)} has no {rest[0]}"
+
+
+@functools.cache
+def classes() -> dict[str, tuple[list[str], frozenset[str]]]:
+    """The classes of ours: the names of their bases, and what they define."""
+    found = {}
+    for module in (file for file in map(Path, files()) if file.suffix == ".py" and file.parts[0] in PACKAGES.values()):
+        for node in nodes(ROOT / module):
+            if isinstance(node, ast.ClassDef):
+                inner = (each for statement in node.body for each in ast.walk(statement))
+                found[node.name] = ([ast.unparse(base).split(".")[-1] for base in node.bases], own_names(inner))
+    return found
+
+
+def own_names(inner: Iterator[ast.AST]) -> frozenset[str]:
+    """The methods and attributes in the body of a class."""
+    names = set()
+    for node in inner:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return frozenset(names)
+
+
+def has(kind: str, name: str) -> bool:
+    """Whether `kind` or a base of it defines `name`, as far as its bases are ours."""
+    bases, own = classes()[kind]
+    return name in own or any(has(base, name) for base in bases if base in classes())
+
+
+@pages
+def test_methods_are_there(page: Path) -> None:
+    for span in code(page):
+        for kind, name in re.findall(r"(?<![\w.])([A-Z]\w+)\.([a-z_]\w*)", span):
+            if kind in classes() and kind not in OF_TORCH and not has(kind, name):
+                pytest.fail(f"{kind} has no {name}")
 
 
 @functools.cache
