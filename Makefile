@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready %/.compiled
-.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-many test-pythons test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
+.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-many test-sweeps test-pythons test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -37,8 +37,11 @@ define RUN_TESTS
 	@$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 6 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
 endef
 
-test: setup lint types $(VENV)/.compiled ## lint, type check and every test, on the pinned torch
-	$(call RUN_TESTS,$(VENV))
+test: setup lint types $(VENV)/.compiled ## lint, type check and all tests but sweeps, on the pinned torch
+	$(call RUN_TESTS,$(VENV),-m "not sweep")
+
+test-sweeps: setup ## variations of what `make test` shows: other points of a kill, seeds, codes, targets of the compiler
+	$(call RUN_TESTS,$(VENV),-m sweep)
 
 test-kernels: setup ## the kernels, and the whole protocol suite with them (in Triton's interpreter): they run ops, over TCP they reduce
 	$(VENV)/bin/python -m pytest tests/kernels -q -n 2 $(ARGS)
@@ -209,7 +212,7 @@ endef
 # What tests import is compiled once, and not by each worker at the same moment: their asserts take pytest
 # 0.1 s a file, and what pip left for later is more. What is wrong with a test says the run that follows.
 SOURCES := $(shell find tests ftcomm control kernels bench -name "*.py")
-ON_LATEST := -m "not protocol"
+ON_LATEST := -m "not protocol and not sweep"
 $(LATEST)/.compiled: CHOSEN = $(ON_LATEST)
 $(LATEST)/.compiled: ALSO := , transformers.trainer, lightning.pytorch
 %/.compiled: %/.ready $(SOURCES)

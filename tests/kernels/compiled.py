@@ -186,18 +186,18 @@ def _table(rows: Iterable[Facts]) -> Table:
     "--target", "targets", multiple=True, help=f"sm_NN or gfxNNN; may be given again.  [default: {', '.join(TARGETS)}]"
 )
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given again.")
-@click.option("--typical", is_flag=True, help="On all targets but the first, only the typical cases.")
+@click.option("--typical", is_flag=True, help="Only the typical cases of each kernel.")
 @click.option("--json", "as_json", is_flag=True, help="Facts as JSON on standard output.")
 def main(targets: tuple[str, ...], kernels: tuple[str, ...], typical: bool, as_json: bool) -> None:
     """Compile every kernel for GPUs that need not be there, and look at what came of it."""
     if INTERPRETED:
         raise click.UsageError("TRITON_INTERPRET=1 is set, so no kernel can be compiled; unset it.")
     found = []
-    for place, target in enumerate(targets or TARGETS):
+    for target in targets or TARGETS:
         if re.fullmatch(r"sm_\d+|gfx\w+", target) is None:
             raise click.UsageError(f"--target {target}: expected one like {', '.join(TARGETS)}.")
         for case in cases():
-            if (not kernels or case.kernel in kernels) and (case.typical or not typical or place == 0):
+            if (not kernels or case.kernel in kernels) and (case.typical or not typical):
                 found.append(examine(case, target))
     if not found:
         raise click.UsageError(f"no kernel is named {', '.join(kernels)}.")

@@ -93,7 +93,7 @@ def test_sums(size: int) -> None:
         (2, "float16", "avg"),
         (3, "bfloat16", "sum"),
         (5, "float32", "avg"),
-        (8, "float32", "sum"),
+        pytest.param(8, "float32", "sum", marks=pytest.mark.sweep),
     ],
 )
 def test_coded_sums(size: int, dtype: str, op: str) -> None:
@@ -148,8 +148,14 @@ def test_members_with_other_grids() -> None:
     assert all(torch.equal(x, want) for x in xs)
 
 
-@pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("contributing", [[0, 2], [1]])
+@pytest.mark.parametrize(
+    ("contributing", "coded"),
+    [
+        ([0, 2], False),
+        ([1], True),
+        *[pytest.param(*each, marks=pytest.mark.sweep) for each in (([1], False), ([0, 2], True))],
+    ],
+)
 def test_who_catches_up_gets_the_sum_of_the_others(contributing: list[int], coded: bool) -> None:
     check([(arrays(count, torch.float32, 3), "sum") for count in (300, 5000)], 3, contributing, coded)
 
@@ -371,9 +377,17 @@ def test_who_was_left_behind_does_not_return_what_changes_under_it() -> None:
             assert ranks[2].returned == 0
 
 
-@pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("count", [600, 6000])
+@pytest.mark.parametrize(
+    ("count", "size", "coded"),
+    [
+        (600, 4, False),
+        (6000, 2, False),
+        (600, 2, True),
+        (6000, 4, True),
+        *[pytest.param(*each, marks=pytest.mark.sweep) for each in ((600, 2, False), (6000, 4, False))],
+        *[pytest.param(*each, marks=pytest.mark.sweep) for each in ((600, 4, True), (6000, 2, True))],
+    ],
+)
 def test_the_survivors_finish_the_op(size: int, count: int, coded: bool) -> None:
     """One is killed at any moment. What the words of the others say, and the plan, make one result of it."""
     chance = random.Random(seed())

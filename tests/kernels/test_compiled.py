@@ -17,7 +17,6 @@ from tests.kernels import compiled as module
 pytestmark = pytest.mark.protocol
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("sm_90", "sm_80", "sm_100")
 
 
 # What is compiled is kept for this one process, so nothing tells it from what another Triton made: that would be half a
@@ -47,19 +46,25 @@ def compiled(cache: Path, *module: str, timeout: float) -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-def test_every_kernel(tmp_path: Path) -> None:
-    """Main loops move 128 bits at a time, nothing is spilled, barriers and fences are where they have to be: of all
-    cases on one target, of the typical ones on the others."""
-    targets = [word for target in TARGETS for word in ("--target", target)]
-    done = compiled(tmp_path, "tests.kernels.compiled", "--json", "--typical", *targets, timeout=580)
+@pytest.mark.parametrize(
+    ("target", "which"),
+    [
+        ("sm_90", ["--typical"]),
+        ("sm_80", ["--typical"]),  # whose compiler needs the most registers
+        pytest.param("sm_100", ["--typical"], marks=pytest.mark.sweep),
+        pytest.param("sm_90", [], marks=pytest.mark.sweep),
+    ],
+)
+def test_every_kernel(tmp_path: Path, target: str, which: list[str]) -> None:
+    """Main loops move 128 bits at a time, nothing is spilled, barriers and fences are where they have to be."""
+    done = compiled(tmp_path, "tests.kernels.compiled", "--json", *which, "--target", target, timeout=580)
     assert done.stdout, done.stderr
     found = msgspec.json.decode(done.stdout)
     wrong = [(facts["target"], facts["kernel"], facts["case"], facts["problems"]) for facts in found]
     assert not [each for each in wrong if each[-1]]
     assert done.returncode == 0, done.stderr
-    kernels = {(facts["target"], facts["kernel"]) for facts in found}
-    assert kernels == {(target, kernel) for target in TARGETS for kernel in ("reduce", "allreduce", "collective")}
-    assert len({facts["case"] for facts in found if facts["target"] == "sm_90"}) > 10
+    assert {facts["kernel"] for facts in found} == {"reduce", "allreduce", "collective"}
+    assert len({facts["case"] for facts in found}) > (5 if which else 20)
     assert all(0 < facts["registers"] < 256 for facts in found)
 
 

@@ -183,10 +183,19 @@ def test_different_calls_are_an_error_on_all_and_the_group_goes_on(tmp_path: Pat
 
 
 POINTS = [("posted", TWO_SHOT), ("reduced", TWO_SHOT), ("taken", TWO_SHOT), ("taken", ONE_SHOT)]
+sweep = pytest.mark.sweep
 
 
-@pytest.mark.parametrize("wire", [None, "fp8"])
-@pytest.mark.parametrize(("point", "elements"), POINTS)
+@pytest.mark.parametrize(
+    ("point", "elements", "wire"),
+    [
+        ("posted", TWO_SHOT, None),
+        ("taken", TWO_SHOT, "fp8"),
+        ("taken", ONE_SHOT, None),
+        *[pytest.param(*point, None, marks=sweep) for point in POINTS[1:3]],
+        *[pytest.param(*point, "fp8", marks=sweep) for point in POINTS if point != ("taken", TWO_SHOT)],
+    ],
+)
 def test_one_is_killed_inside_the_kernel(tmp_path: Path, point: str, elements: int, wire: str | None) -> None:
     """Several times, at later and later chunks, in plain and atomic ops; a new life of it joins each time."""
     with job(tmp_path, 3, elements=elements, wire=wire, prepare=watch_points) as running:
@@ -230,8 +239,15 @@ def reduce_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     reduce_forever(group, notes, arguments)
 
 
-@pytest.mark.parametrize("wire", [None, "fp8"])
-@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize(
+    ("atomic", "wire"),
+    [
+        (True, None),
+        (False, "fp8"),
+        pytest.param(False, None, marks=sweep),
+        pytest.param(True, "fp8", marks=sweep),
+    ],
+)
 def test_what_the_others_hold_of_an_op_when_one_dies_in_it(tmp_path: Path, atomic: bool, wire: str | None) -> None:
     """Four chunks, a lane each, which the interpreter runs one after the other: two are FINAL at the others, with the
     input of the one that dies. They stay, if they may; of an atomic op, as step 3 is one, they are reduced again."""
@@ -247,7 +263,7 @@ def test_what_the_others_hold_of_an_op_when_one_dies_in_it(tmp_path: Path, atomi
     assert [note["spans"] for note in steps[step].values()] == [spans, spans]
 
 
-@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize("wire", [None, pytest.param("fp8", marks=sweep)])
 def test_losses_until_one_is_left(tmp_path: Path, wire: str | None) -> None:
     with job(tmp_path, 4, elements=TWO_SHOT, wire=wire, prepare=watch_points) as running:
         points = Points(tmp_path)
@@ -268,7 +284,14 @@ def _newest(events: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("place", "wire"), [("copy", None), ("taken", None), ("read", None), ("copy", "fp8"), ("read", "fp8")]
+    ("place", "wire"),
+    [
+        ("copy", None),
+        ("read", "fp8"),
+        pytest.param("taken", None, marks=sweep),
+        pytest.param("read", None, marks=sweep),
+        pytest.param("copy", "fp8", marks=sweep),
+    ],
 )
 def test_who_is_stopped_inside_the_kernel_and_wakes_removed(tmp_path: Path, place: str, wire: str | None) -> None:
     """It goes on where it was, in an epoch that is over: it changes nothing, returns nothing, and learns it."""

@@ -136,7 +136,7 @@ def _finish(running: Job, replicas: set[int]) -> dict[int, dict[int, dict[str, A
     return check(running)
 
 
-@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("atomic", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_what_the_others_hold_of_a_replay_when_one_dies_in_it(tmp_path: Path, atomic: bool) -> None:
     """In step 1, at the second of four chunks: two are FINAL at the others, with the input of the one that dies. They
     stay, if they may; those of the atomic op are reduced again. What is called behind it goes on among the two."""
@@ -167,6 +167,7 @@ def test_deaths_in_replays(tmp_path: Path) -> None:
         _finish(running, {0, 1, 2})
 
 
+@pytest.mark.sweep
 def test_the_one_that_stands_still_in_a_replay_is_removed(tmp_path: Path) -> None:
     times = dict(op_timeout=18.0, op_floor=6.0, heartbeat_timeout=4.5)  # a slow interpreter does not stand still
     with job(tmp_path, 3, replay_forever, deaths=[("taken", 12)], hold=60.0, **times) as running:
