@@ -276,9 +276,9 @@ class Group(Calls):
         return view
 
     @property
-    def step(self) -> int:
-        """The next boundary to pass. In a replica that joins a running job this calls `ready`, which may block, since
-        only a member knows it."""
+    def next_boundary(self) -> int:
+        """The number of the step boundary to pass next. In a replica that joins a running job this calls `ready`, which
+        may block, since only a member knows it."""
         self.ready()
         return self._step
 
@@ -342,7 +342,7 @@ class Group(Calls):
         change under way, for `timeout` seconds at most (None: the timeouts of the job); returns the view in force.
         Without a change it costs microseconds and sends nothing. `drained` is True afterwards if this replica has left
         the job. Raises `RemovedError`, `CollectiveTimeout`, and what an op of a CUDA graph failed with. The first
-        boundary of a joiner is `step` of this group, see `ready`.
+        boundary of a joiner is `next_boundary`, see `ready`.
         """
         own_process()
         pending.settle()

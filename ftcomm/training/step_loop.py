@@ -148,7 +148,7 @@ class StepLoop:
         self._max_repeats, self._on_repeat = max_repeats, on_repeat
         self._optimizers = [entry for entry in state.values() if is_optimizer(entry)]
         # A joiner learns the step of the others once it is in a view, which is not before it comes to its loop.
-        here = 0 if group.internals.outside else group.step - group.internals.lag
+        here = 0 if group.internals.outside else group.next_boundary - group.internals.lag
         self._progress = LoopProgress(here if start is None else start)
         self._scalers = LossScalers(state)
         self._shared: dict[str, Stateful] = {**state, PROGRESS: self._progress}
@@ -364,7 +364,7 @@ class StepLoop:
         if group.shard == 0:
             group.emit("trains")  # tells a launcher that an earlier loop was not the last
         self._fresh = group.internals.catching_up
-        if not self._fresh and group.step == 0:
+        if not self._fresh and group.next_boundary == 0:
             terms = LoopTerms(self.step, total, self._initial_state, self._vote, self._min, self._lr)
             self._progress.step = check_start(group, self._entries, terms)
         if self._vote:
@@ -401,7 +401,7 @@ class StepLoop:
         assert samples is not None
         assert self._preemption is not None
         self._preemption.at_boundary()
-        boundary = group.step
+        boundary = group.next_boundary
         with self._recorder.phase(PhaseKind.BOUNDARY, step=self.step, number=boundary):
             view = group.boundary(boundary)
         if group.drained:

@@ -57,7 +57,7 @@ def body(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     if me == (1, 0):
         group.leave()
     while not group.drained and 1 in group.members:
-        group.boundary(group.step)
+        group.boundary(group.next_boundary)
         time.sleep(0.02)
 
 

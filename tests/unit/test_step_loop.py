@@ -462,7 +462,7 @@ class Alone:
     """A group, for arguments that are refused."""
 
     replicas, shards = 3, 1
-    replica = shard = step = 0
+    replica = shard = next_boundary = 0
     internals = SimpleNamespace(outside=False, lag=0, step_loop=None, repeats=True)
 
 
