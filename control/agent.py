@@ -531,7 +531,7 @@ class Agent:
                 op, waiting_on = self.data_plane.stalls(self._timeouts.beat) or (0, ())
                 self._do(self._node.waits, op, waiting_on)
             elif isinstance(action, n.HandWaits):
-                self.data_plane.waited(action.seconds)
+                self.data_plane.hand_waits(action.seconds)
             elif isinstance(action, n.WaitOn):
                 self._wait_on(action.seconds, action.excused)
             elif isinstance(action, act.Passed):

@@ -22,7 +22,7 @@ class DataPlane(Protocol):
     def awaited(self) -> Mapping[int, float]:
         """Returns for how many seconds it has waited for each replica. Called between `quiesced` and `resume`."""
 
-    def waited(self, seconds: Mapping[int, float]) -> None:
+    def hand_waits(self, seconds: Mapping[int, float]) -> None:
         """Let the next op wait for replicas as if it had waited for so many seconds already."""
 
     def wait_on(self, excused: float) -> None:

@@ -72,9 +72,9 @@ class LocalDataPlane:
         `resume`."""
         return self._exchange.member.watch.awaited
 
-    def waited(self, seconds: Mapping[int, float]) -> None:
+    def hand_waits(self, seconds: Mapping[int, float]) -> None:
         """Let the next op wait for replicas as if it had waited for so many seconds already. Any thread."""
-        self._exchange.member.watch.hand(seconds)
+        self._exchange.member.watch.hand_waits(seconds)
 
     def reach(self, view: View, severed: frozenset[int] = frozenset()) -> Iterable[int]:
         """Reach the memory of all members. Called in a thread of its own, for the next view maybe before this call is

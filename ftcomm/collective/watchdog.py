@@ -73,7 +73,7 @@ class Watchdog:
         self._limit = 0.0  # s that the wait may take
         # Waits that go on from before: when, in `_ran`, each began, and how far the replica had come in this view.
         self._before: dict[int, tuple[float, int]] = {}
-        self._handed: Mapping[int, float] = {}  # s of other waits that `hand` gave
+        self._handed: Mapping[int, float] = {}  # s of other waits that `hand_waits` gave
         self._members: Collection[int] = ()  # the others of the view
         self.stood = 0.0  # s of waits that were reported, or that only a view change has ended
         self._reported: float | None = None  # when the reported wait began
@@ -185,7 +185,7 @@ class Watchdog:
             self.renewed = min(ran, max(self._since, self.renewed) + more)
         return ran
 
-    def hand(self, waited: Mapping[int, float]) -> None:
+    def hand_waits(self, waited: Mapping[int, float]) -> None:
         """Take over waits for replicas that stand still, and how long each has taken. Any thread."""
         self._handed = {**self._handed, **waited}
         self._eventful = True

@@ -299,7 +299,7 @@ class Rank(Process):
                     for exchange in {self.exchange, *self.exchanges.values()}:
                         exchange.exchange.excuse(excused)
                 case n.HandWaits(seconds):
-                    self.exchange.exchange.member.watch.hand(seconds)
+                    self.exchange.exchange.member.watch.hand_waits(seconds)
                 case act.Passed():
                     self.left = action.left
                     if self.left:

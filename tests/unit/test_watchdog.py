@@ -208,9 +208,9 @@ def test_a_wait_goes_on_in_the_next_view(clock: Clock) -> None:
 
 def test_no_wait_is_handed_over_for_another_life_or_one_that_is_gone(clock: Clock) -> None:
     watch = Watchdog(10, 10, 20, clock)
-    watch.hand({2: 9.0, 3: 9.0, 4: 9.0})
+    watch.hand_waits({2: 9.0, 3: 9.0, 4: 9.0})
     watch.disturbed(8, (3, 4), (3,))  # 4 is a new life
-    watch.hand({2: 9.0})
+    watch.hand_waits({2: 9.0})
     words = {3: 0, 4: 0}  # there are none of 2
     assert watch.waits(2, op(7), (3, 4), words.__getitem__) is None
     assert watch.awaited == {3: 9.0, 4: 0.0}
@@ -220,7 +220,7 @@ def test_a_wait_that_is_handed_over_ends_when_an_op_returns(clock: Clock) -> Non
     """Though nobody has looked at it: no wait was long enough."""
     watch = Watchdog(10, 10, 20, clock)
     watch.disturbed(8, (3,), (3,))
-    watch.hand({3: 9.0})
+    watch.hand_waits({3: 9.0})
     watch.returns(op(7))
     assert reported(watch, clock, (3,)) == ((3,), 10.0)
 
@@ -250,10 +250,10 @@ def test_a_wait_goes_on_while_there_is_no_view(clock: Clock) -> None:
 def test_a_wait_that_is_handed_over_goes_on_until_the_replica_moves(clock: Clock) -> None:
     """At a boundary that was given up; the replica has come as far as 5 in this view."""
     watch = Watchdog(10, 10, 20, clock)
-    watch.hand({3: 6.0, 4: 6.0})
+    watch.hand_waits({3: 6.0, 4: 6.0})
     watch.disturbed(8, (3,), (3,))
     assert reported(watch, clock, (3,), come=5) == ((3,), 10.0)
-    watch.hand({3: 6.0})
+    watch.hand_waits({3: 6.0})
     watch.waits(2, op(7), (3,), lambda replica: 5)
     watch.wait = None
     assert reported(watch, clock, (3,), come=6)[1] == 10.0
