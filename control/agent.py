@@ -138,7 +138,7 @@ class Agent:
         self._passed: concurrent.futures.Future[View] | None = None
         self._acked = threading.Event()
         self._failed: act.Failed | None = None  # why the node has failed
-        self._excused = 0.0  # s in which waits went on without a coordinator
+        self._away = 0.0  # s in which waits went on without a coordinator
         self._said_waits = float("-inf")  # when that was last logged
         self.left = False
 
@@ -232,7 +232,7 @@ class Agent:
         seconds = self._timeouts.give_up if timeout is None else timeout
         timer = RunningTimer(seconds, time.monotonic)
         if timeout is None:
-            timer = RunningTimer(seconds, time.monotonic, lambda: self._newest, lambda: self._excused)
+            timer = RunningTimer(seconds, time.monotonic, lambda: self._newest, lambda: self._away)
         while True:
             left = timer.left()
             try:
@@ -533,7 +533,7 @@ class Agent:
             elif isinstance(action, n.HandWaits):
                 self.data_plane.hand_waits(action.seconds)
             elif isinstance(action, n.WaitOn):
-                self._wait_on(action.seconds, action.excused)
+                self._wait_on(action.seconds, action.away)
             elif isinstance(action, act.Passed):
                 self.left = action.left
                 passed, self._passed = self._passed, None
@@ -554,10 +554,10 @@ class Agent:
             else:
                 self._end(action.reason, action.ending)
 
-    def _wait_on(self, unheard: float, excused: float) -> None:
+    def _wait_on(self, unheard: float, away: float) -> None:
         """Let all waits go on, and say so once in the time of an op if there are any."""
-        self._excused += excused
-        self.data_plane.wait_on(excused)
+        self._away += away
+        self.data_plane.wait_on(away)
         stalls, now = self.data_plane.stalls(self._timeouts.op_floor), time.monotonic()
         missing = self._node.waiting()[1] or (() if stalls is None else stalls[1])
         if not missing or now - self._said_waits < self._timeouts.op:

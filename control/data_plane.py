@@ -25,7 +25,7 @@ class DataPlane(Protocol):
     def hand_waits(self, seconds: Mapping[int, float]) -> None:
         """Let the next op wait for replicas as if it had waited for so many seconds already."""
 
-    def wait_on(self, excused: float) -> None:
+    def wait_on(self, away: float) -> None:
         """Note that for so many seconds no member could be decided to be lost: in waits for one they do not count."""
 
     def reach(self, view: View, severed: frozenset[int]) -> Iterable[int]:

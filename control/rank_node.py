@@ -53,11 +53,11 @@ class HandWaits:
 
 @dataclasses.dataclass(frozen=True)
 class WaitOn:
-    """Let waits for members go on: the last `excused` seconds do not count. For `seconds` nothing was heard of the
+    """Let waits for members go on: the last `away` seconds do not count. For `seconds` nothing was heard of the
     coordinator, and only it can decide that a member is lost."""
 
     seconds: float
-    excused: float
+    away: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,12 +382,12 @@ class RankNode:
         self._short = self._dials.is_short(now)
         return [*self._listen(now), *self._severed_still(now), *self._watch(now), *self._wait_on(self._passed)]
 
-    def _wait_on(self, excused: float) -> list[Action]:
+    def _wait_on(self, away: float) -> list[Action]:
         """Let waits go on without a coordinator, but not for ever. Of each silence the time until it is noticed counts,
         so waits end also with a coordinator that is heard now and then."""
         seconds = self._ran.seconds - self._heard_coordinator
         waits = self._unheard and self.view is not None and seconds <= self._timeouts.absence
-        return [WaitOn(seconds, excused)] if waits else []
+        return [WaitOn(seconds, away)] if waits else []
 
     def _look_up(self, now: float) -> list[Action]:
         """Watch the leader. One whose host is gone, or that is cut off from its ranks, tells them nothing. So they wait

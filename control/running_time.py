@@ -37,7 +37,7 @@ class RunningTimer:
         while not there() and (part := timer.part()):
             changed.wait(part)
 
-    `moved` says how far the others have come: the wait begins anew when it returns another value. `excused` says how
+    `moved` says how far the others have come: the wait begins anew when it returns another value. `away` says how
     many seconds, of all, do not count. `most` is that of `RunningTime`. Not thread-safe.
     """
 
@@ -46,19 +46,19 @@ class RunningTimer:
         seconds: float,
         clock: Callable[[], float],
         moved: Callable[[], object] = lambda: None,
-        excused: Callable[[], float] = lambda: 0.0,
+        away: Callable[[], float] = lambda: 0.0,
         most: float = REPORT,
     ) -> None:
-        self._seconds, self._clock, self._moved, self._excused = seconds, clock, moved, excused
+        self._seconds, self._clock, self._moved, self._away = seconds, clock, moved, away
         self._ran = RunningTime(most)
         self._end = self._ran.at(clock()) + seconds
-        self._said, self._known = moved(), excused()
+        self._said, self._known = moved(), away()
 
     def left(self) -> float:
         """Returns the seconds that are left; 0.0 if none are. To be called every `most` seconds at least."""
-        now, said, excused = self._ran.at(self._clock()), self._moved(), self._excused()
-        self._end += excused - self._known
-        self._known = excused
+        now, said, away = self._ran.at(self._clock()), self._moved(), self._away()
+        self._end += away - self._known
+        self._known = away
         if said != self._said:
             self._said, self._end = said, now + self._seconds
         return max(0.0, self._end - now)

@@ -57,8 +57,8 @@ class LocalDataPlane:
     def wake(self) -> None:
         self._exchange.wake()
 
-    def wait_on(self, excused: float) -> None:
-        self._communicator.router.coordinator_away(excused)
+    def wait_on(self, away: float) -> None:
+        self._communicator.router.coordinator_away(away)
 
     def progress(self) -> m.Progress:
         return self._exchange.progress()
@@ -154,7 +154,7 @@ class LocalDataPlane:
         self._exchange.job_changes()
 
     def coordinator_away(self, seconds: float) -> None:
-        self._exchange.excuse(seconds)
+        self._exchange.coordinator_away(seconds)
 
     def entered(self, view: View) -> None:
         self._on_view(view)

@@ -240,7 +240,7 @@ class SubgroupInternals:
 
     def coordinator_away(self, seconds: float) -> None:
         """The coordinator was not heard for so long, so who waits for a member waits on."""
-        self.exchange.excuse(seconds)
+        self.exchange.coordinator_away(seconds)
 
     def entered(self, view: View) -> None:
         """A view of the job is in force. Does not block."""
@@ -290,7 +290,7 @@ class SubgroupInternals:
     def _wait_for(self, epoch: int, timeout: float, until: str) -> None:
         own_process()
         watch, membership = self.exchange.member.watch, self._membership
-        timer = RunningTimer(timeout, time.monotonic, lambda: watch.changes, lambda: watch.excused)
+        timer = RunningTimer(timeout, time.monotonic, lambda: watch.changes, lambda: watch.away)
         with self._changed:
             self._waiting += 1
             try:

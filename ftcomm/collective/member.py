@@ -226,7 +226,7 @@ class GroupExchange(ABC, Generic[Op]):
             step,
             timeout,
             lambda: member.watch.changes,
-            lambda: member.watch.excused,
+            lambda: member.watch.away,
         )
 
     # -- the control side: none of these blocks ----------------------------------------------------------------------
@@ -235,9 +235,9 @@ class GroupExchange(ABC, Generic[Op]):
         """Note that the job begins to change its view, as `Watchdog.job_changes` says."""
         self.member.watch.job_changes()
 
-    def excuse(self, seconds: float) -> None:
-        """Let waits go on, as `Watchdog.excuse` says."""
-        self.member.watch.excuse(seconds)
+    def coordinator_away(self, seconds: float) -> None:
+        """Let waits go on, as `Watchdog.coordinator_away` says."""
+        self.member.watch.coordinator_away(seconds)
 
     @abstractmethod
     def freeze(self, quiesced: Callable[[], None]) -> None:

@@ -83,12 +83,12 @@ def pass_boundary(
     step: int,
     timeout: float,
     changes: Callable[[], int] = lambda: 0,
-    excused: Callable[[], float] = lambda: 0.0,
+    away: Callable[[], float] = lambda: 0.0,
 ) -> Roster:
     """Pass the boundary of `step`, and return the roster from there on. Waits for the end of a view change under way:
     until `moves` holds, which may be once `changed` was told. Raises `CollectiveTimeout` after `timeout` seconds; they
-    begin anew with each of the `changes` of view, and those `excused` do not count."""
-    timer = RunningTimer(timeout, time.monotonic, changes, excused)
+    begin anew with each of the `changes` of view, and those `away` do not count."""
+    timer = RunningTimer(timeout, time.monotonic, changes, away)
     with changed:
         while not moves():
             part = timer.part()

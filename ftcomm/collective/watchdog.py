@@ -80,9 +80,9 @@ class Watchdog:
         self._eventful = False  # `_before`, `_handed` or `_reported` may be set, so that `returns` looks at one thing
         self.changes = 0  # of the view of the job, how often one has begun
         self._known = 0  # of these
-        self.excused = 0.0  # s of waits, of all, that do not count
-        self._excused = 0.0  # of these, those that are in `renewed`
-        self.renewed = 0.0  # in `_ran`: when the last of the `changes` was noticed, later by what was excused since
+        self.away = 0.0  # s without a coordinator, of all, that do not count in waits
+        self._away = 0.0  # of these, those that are in `renewed`
+        self.renewed = 0.0  # in `_ran`: when the last of the `changes` was noticed, later by what of `away` came since
         self.began = 0.0  # when the first op in flight became the first
         self._steady = 0  # the first op that has seen no view change
 
@@ -111,10 +111,10 @@ class Watchdog:
         subgroup hears of it only when the job has come through: so ops have their whole timeout again. Any thread."""
         self.changes += 1
 
-    def excuse(self, seconds: float) -> None:
+    def coordinator_away(self, seconds: float) -> None:
         """Let an op wait for so many seconds more before it gives up: for so long nobody could decide that those whom
         it waits for are lost. For one thread, any."""
-        self.excused += seconds
+        self.away += seconds
 
     def disturbed(self, issued: int, members: Collection[int], stay: Collection[int]) -> None:
         """Note a view change: how long the first `issued` ops of the group take says nothing about others. `members`
@@ -177,8 +177,8 @@ class Watchdog:
         """Returns for how many seconds the process has run. To be called every `REPORT` by who drives, also while it
         waits for a view."""
         ran = self._ran.at(self.clock())
-        excused = self.excused
-        more, self._excused = excused - self._excused, excused
+        away = self.away
+        more, self._away = away - self._away, away
         if self._known != self.changes:
             self._known, self.renewed = self.changes, ran
         elif more:

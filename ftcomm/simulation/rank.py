@@ -295,9 +295,9 @@ class Rank(Process):
                     self.do(self.node.waits(*self._waiting()))
                 case act.Known():
                     self.wake("known", None)
-                case n.WaitOn(_, excused):
+                case n.WaitOn(_, away):
                     for exchange in {self.exchange, *self.exchanges.values()}:
-                        exchange.exchange.excuse(excused)
+                        exchange.exchange.coordinator_away(away)
                 case n.HandWaits(seconds):
                     self.exchange.exchange.member.watch.hand_waits(seconds)
                 case act.Passed():

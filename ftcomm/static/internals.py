@@ -245,7 +245,7 @@ class StaticGroupInternals:
     def coordinator_away(self, seconds: float) -> None:
         """The members of this group find out by themselves who is lost. But one of them may be waiting for a member of
         the job, and an op here for that one."""
-        self.exchange.excuse(seconds)
+        self.exchange.coordinator_away(seconds)
 
     def entered(self, view: View) -> None:
         self._happens(lambda: self._membership.entered(view))

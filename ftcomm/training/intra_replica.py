@@ -102,7 +102,7 @@ class IntraReplicaExchange:
 
     def _timer(self) -> RunningTimer:
         router = self._group.internals.router
-        return RunningTimer(self._timeout, time.monotonic, lambda: router.changes, lambda: router.excused)
+        return RunningTimer(self._timeout, time.monotonic, lambda: router.changes, lambda: router.away)
 
     def _below(self, timer: RunningTimer) -> list[tuple[int, Connection]]:
         """Returns the children with their connections, in order. Blocks until all have come."""

@@ -95,7 +95,7 @@ class ConnectionRouter:
         self._unmet: dict[str, tuple[int, bytes]] = {}  # by name: groups that were closed unmet, see `retire`
         self.newest: View | None = None  # in a job: the view that `entered` has told the groups
         self.changes = 0  # how often a change of the job's view has begun
-        self.excused = 0.0  # s in which none could be decided on
+        self.away = 0.0  # s in which none could be decided on
         server.serve(PURPOSE, self._incoming)
 
     def open(self, name: str, receiver: Receiver) -> None:
@@ -164,7 +164,7 @@ class ConnectionRouter:
     def coordinator_away(self, seconds: float) -> None:
         """Tell all groups that for so long no member of the job could be decided to be lost."""
         with self._lock:
-            self.excused += seconds
+            self.away += seconds
             receivers = list(self._receivers.values())
         for receiver in receivers:
             receiver.coordinator_away(seconds)

@@ -525,7 +525,7 @@ class _Replica:
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.replica, self.shard, self.shards, self.intra_replica_exchanges, self._sock = 0, rank, 2, 0, sock
         self.settings = types.SimpleNamespace(timeouts=types.SimpleNamespace(give_up=SHORT))
-        self.router = types.SimpleNamespace(changes=0, excused=0.0)
+        self.router = types.SimpleNamespace(changes=0, away=0.0)
         self.view = View(1, 0, (Member(0, "a", Addresses.of((ADDRESS, ADDRESS)), True),))
 
     @property

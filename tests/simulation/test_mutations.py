@@ -768,7 +768,7 @@ def leaves_untold(patch: Patch) -> None:
 
 def waits_for_no_coordinator(patch: Patch) -> None:
     """Who waits for a member that is lost gives up, though nobody is there to decide that."""
-    patch.setattr(RankNode, "_wait_on", lambda self, excused: [])
+    patch.setattr(RankNode, "_wait_on", lambda self, away: [])
 
 
 def goes_on_without_who_leaves(patch: Patch) -> None:

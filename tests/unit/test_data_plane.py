@@ -190,7 +190,9 @@ def test_every_group_hears_when_the_job_begins_to_change_its_view(monkeypatch: p
         communicator.router.open(name, SimpleNamespace(job_changes=hears, coordinator_away=away))  # type: ignore[arg-type]
     subject.freeze(lambda: None)
     assert heard == ["all", "some", "others", "freeze"]
-    monkeypatch.setattr(exchange, "excuse", lambda seconds: heard.append(f"all for {seconds:g} s"), raising=False)
+    monkeypatch.setattr(
+        exchange, "coordinator_away", lambda seconds: heard.append(f"all for {seconds:g} s"), raising=False
+    )
     subject.wait_on(1.5)
     assert heard[4:] == ["all for 1.5 s", "some for 1.5 s", "others for 1.5 s"]
-    assert communicator.router.excused == 1.5
+    assert communicator.router.away == 1.5

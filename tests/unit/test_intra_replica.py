@@ -29,7 +29,7 @@ class Rank:
         self.intra_replica_exchanges = 0
         self.called = threading.Event()
         self.shards = ranks
-        self.router = SimpleNamespace(changes=0, excused=0.0)
+        self.router = SimpleNamespace(changes=0, away=0.0)
         self.settings = type("Settings", (), {})
         self.settings.timeouts = type("Timeouts", (), {"give_up": timeout})
         self.view = View(1, 0, (Member(2, "2a", Addresses.of((HERE,) * ranks), True),))
@@ -213,7 +213,7 @@ def test_time_without_a_coordinator_does_not_count():
     first, _ = ranks_of(2, timeout=5.0)
     inside = IntraReplicaExchange(first)
     timer = inside._timer()
-    first.router.excused += 100.0
+    first.router.away += 100.0
     assert 100.0 < timer.left() <= 105.0
     inside.close()
 

@@ -41,7 +41,7 @@ def test_waits_go_on_while_the_coordinator_is_not_heard_but_not_for_ever() -> No
         went_on += [action.seconds for action in actions if isinstance(action, n.WaitOn)]
         other_went_on += [action.seconds for action in other.tick(now) if isinstance(action, n.WaitOn)]
     assert went_on == [float(x) for x in range(int(TIMEOUTS.heartbeat) + 1, int(TIMEOUTS.absence) + 1)]
-    assert all(action.excused == 1.0 for action in actions if isinstance(action, n.WaitOn))
+    assert all(action.away == 1.0 for action in actions if isinstance(action, n.WaitOn))
     assert other_went_on == went_on[1:], "it counts the second since the leader told it"
     leader.from_up(m.Ping())
     assert not [action for action in leader.tick(now + 1) if isinstance(action, n.WaitOn)]
@@ -69,7 +69,7 @@ def test_a_coordinator_that_is_heard_now_and_then_does_not_let_waits_go_on_for_e
             leader.from_up(m.Ping())
         for action in leader.tick(half / 2) if half % 2 == 0 else ():
             if isinstance(action, n.WaitOn):
-                watch.excuse(action.excused)
+                watch.coordinator_away(action.away)
         try:
             watch.waits(1, op, (1,))
         except CollectiveTimeout:

@@ -119,12 +119,12 @@ def test_an_op_has_its_whole_timeout_again_when_the_job_changes_its_view(clock: 
     assert look(watch, clock, 1.5, 7) is Due.GIVE_UP
 
 
-def test_what_is_excused_comes_on_top_and_no_more(clock: Clock) -> None:
+def test_time_without_a_coordinator_comes_on_top_and_no_more(clock: Clock) -> None:
     watch = Watchdog(10, 10, 20, clock)
-    watch.excuse(100.0)  # before the wait
+    watch.coordinator_away(100.0)  # before the wait
     watch.waits(1, op(7), (3,))
     assert look(watch, clock, 15, 7) is Due.REPORT
-    watch.excuse(4.0)
+    watch.coordinator_away(4.0)
     assert look(watch, clock, 8.5, 7) is Due.REPORT
     assert look(watch, clock, 1, 7) is Due.GIVE_UP
 

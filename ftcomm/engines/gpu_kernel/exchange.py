@@ -207,10 +207,10 @@ class DeviceExchange(GroupExchange[KernelOperation]):
 
     # -- the control side: none of these blocks ----------------------------------------------------------------------
 
-    def excuse(self, seconds: float) -> None:
-        super().excuse(seconds)
+    def coordinator_away(self, seconds: float) -> None:
+        super().coordinator_away(seconds)
         with self._changed:
-            self.monitor.excuse(seconds)
+            self.monitor.coordinator_away(seconds)
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
         with self._changed:

@@ -80,7 +80,7 @@ class Monitor:
         """Note that the core is frozen, or begins to end."""
         self._since = self._ran.at(time.monotonic())
 
-    def excuse(self, seconds: float) -> None:
+    def coordinator_away(self, seconds: float) -> None:
         """Let the wait for a view go on for so many seconds more."""
         self._since += seconds
 
