@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready %/.compiled
-.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-many test-sweeps test-pythons test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
+.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-many test-sweeps test-pythons test-upstream test-ray test-torchtitan test-pipeline supported bench bench-micro setup setup-latest setup-ray setup-torchtitan lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -72,6 +72,11 @@ test-upstream: setup setup-latest ## torch's and torchft's own tests of process 
 test-ray: setup-ray ## Ray Train on the newest torch: a worker and the driver are killed
 	FTCOMM_TEST_RAY=1 $(LATEST)/bin/python -m pytest tests/ray -q $(ARGS)
 
+# No part of `make test-latest`: it brings 30 packages that nothing else needs.
+test-torchtitan: setup-torchtitan ## torchtitan's fault-tolerance hooks on CPUs, and its own tests of them: a replica is killed
+	$(LATEST)/bin/python -m pytest tests/integrations/test_torchtitan.py -q $(ARGS)
+	cd build && ../$(LATEST)/bin/python -m pytest --pyargs torchtitan.experiments.torchft.tests.test_torchft_checkpoint -q -p no:cacheprovider
+
 # No part of `make test`: processes compile for a minute of two cores, and are 16 at a time. COMPILER=inductor takes
 # longer.
 COMPILER := aot_eager
@@ -82,7 +87,7 @@ test-pipeline: setup ## a compiled pipeline of FSDP2 with a scaled loss, FSDP2 x
 # empty on one (pytest's exit code 5). All run though one has failed; what the page says is then what was found.
 SUPPORTED := build/supported
 SHOWN := $(VENV) $(LATEST) ray
-supported: setup setup-latest setup-ray ## which trainers run under which launchers, into docs/supported.md (ARGS="-k slurm": those anew)
+supported: setup setup-latest setup-ray setup-torchtitan ## which trainers run under which launchers, into docs/supported.md (ARGS="-k slurm": those anew)
 	@mkdir -p $(SUPPORTED)
 	@shows() { $$1/bin/python -m pytest $$2 -q -m shows --junitxml=$(SUPPORTED)/$$3.xml $(ARGS) || test $$? -eq 5 || code=1; }; code=0; \
 		export FTCOMM_TEST_PIPELINE=$(COMPILER); for v in $(VENV) $(LATEST); do shows $$v tests $$v; done; \
@@ -116,6 +121,10 @@ compile-latest: $(LATEST)/.compiled
 
 setup-ray: setup-latest ## add Ray to .venv-latest
 	@$(LATEST)/bin/python -c "import ray.train" 2> /dev/null || $(LATEST)/bin/python -m pip install -q -e ".[ray]"
+
+setup-torchtitan: setup-latest ## add torchtitan to .venv-latest
+	@$(LATEST)/bin/python -c "import torchtitan" 2> /dev/null || $(LATEST)/bin/python -m pip install -q -e ".[titan]"
+	@mkdir -p build
 
 browser: ## Chromium, in which tests look at the live view (Debian, Ubuntu; as root)
 	@mkdir -p build; for each in chromium chromedriver; do command -v $$each; done > build/browser.log 2>&1 || \
@@ -153,16 +162,16 @@ $(foreach v,$(VENV) $(LATEST),$(shell test "$$(cat $(v)/.made 2>&1)" = "$(abspat
 	&& $(v)/bin/python -c "" 2>/dev/null || rm -f $(v)/.made $(v)/.ready))
 
 # The first of these that is a Python we support and can make environments; its path, or what is wrong.
-CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10 python)
+CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10 python3.14 python)
 define FIND_PYTHON
 for p in $(CANDIDATES); do \
 	v=$$($$p -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
-	case $$v in 3.10|3.11|3.12|3.13) ;; *) seen="$$seen\n  $$p is Python $$v"; continue ;; esac; \
+	case $$v in 3.10|3.11|3.12|3.13|3.14) ;; *) seen="$$seen\n  $$p is Python $$v"; continue ;; esac; \
 	$$p -c 'import ensurepip, venv' 2>/dev/null && found=$$p && break; \
 	seen="$$seen\n  $$p is Python $$v without venv and ensurepip (Debian, Ubuntu: apt install python$$v-venv)"; \
 done; \
 if [ -z "$$found" ]; then \
-	printf "ftcomm needs Python 3.10 to 3.13 with venv. Looked for: $(CANDIDATES). Found:$${seen:- none of them}\n"; \
+	printf "ftcomm needs Python 3.10 to 3.14 with venv. Looked for: $(CANDIDATES). Found:$${seen:- none of them}\n"; \
 	echo "Install one, or name it: make setup PYTHON=/path/to/python3.12"; \
 	exit 1; \
 fi

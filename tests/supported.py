@@ -40,15 +40,12 @@ TRAINERS = (
     "Lightning",
     "Lightning, FSDP2",
     "torchft Manager",
-    "torchtitan",
+    "torchtitan's hooks",
 )
 ALL = "all"
 _TRAINER = "the launcher starts the same processes with the same variables whatever they train; tried with NumPy arrays"
 _ITS_OWN = "torchft has a coordinator and a launcher of its own; the test has three of its groups in one process"
-_TITAN = (
-    "the trainer of torchtitan 0.3 does not begin without a GPU, and makes its process group by itself "
-    "([more](frameworks.md#torchtitan))"
-)
+_TITAN = "torchtitan needs torchft's lighthouse, which knows replicas of any launcher alike; tried with own processes"
 # (launcher, trainer) -> why something is not shown; `ALL` where the two have no reason of their own.
 REASONS: Mapping[tuple[str, str], str] = {
     ("ftcomm run", ALL): "what a loss does is tried with own processes, which have the same variables",
@@ -61,7 +58,7 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("Ray", ALL): "a worker of Ray Train is a replica of one rank, whatever it trains; tried with DDP",
     ("Kubernetes", ALL): "there was no cluster: the manifests are held against the schemas of its API",
     **{(launcher, "torchft Manager"): _ITS_OWN for launcher in LAUNCHERS},
-    **{(launcher, "torchtitan"): _TITAN for launcher in LAUNCHERS},
+    **{(launcher, "torchtitan's hooks"): _TITAN for launcher in LAUNCHERS},
 }
 
 

@@ -123,6 +123,7 @@ def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
         "otel",
         "ray",
         "stacks",
+        "titan",
         "torchft",
         "dev",
     }
