@@ -20,7 +20,6 @@ a rank that leaves may still be in the op before the boundary, and what it waits
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 
 import msgspec
@@ -34,19 +33,17 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
 
 
-@dataclasses.dataclass(frozen=True)
-class ToCoordinator:
+# Structs, since those are made in a tenth of the time of a frozen dataclass, and a leader makes one for each rank.
+class ToCoordinator(msgspec.Struct, frozen=True):
     message: m.Message
 
 
-@dataclasses.dataclass(frozen=True)
-class ToRank:
+class ToRank(msgspec.Struct, frozen=True):
     shard: int
     message: m.Message
 
 
-@dataclasses.dataclass(frozen=True)
-class ToPeerLeader:
+class ToPeerLeader(msgspec.Struct, frozen=True):
     """A message to the leader of another replica, a member of the view in force."""
 
     replica: int
@@ -329,11 +326,11 @@ class Leader:
         return given
 
     def _wait_for_siblings(self, shard: int, ready: set[int]) -> list[Action]:
-        missing = (other for other in range(self.ranks) if other not in ready)
-        named = ", ".join(map(str, itertools.islice(missing, NAMED)))
-        more = self.ranks - len(ready) - NAMED
-        rest = f" and {more} more" if more > 0 else ""
-        reason = f"joins when all ranks of this replica are ready for it; missing: {named}{rest}"
+        count = self.ranks - len(ready)
+        missing = f"{count} of {self.ranks}"
+        if count <= NAMED:  # else each of so many would cost a look at all
+            missing = ", ".join(str(other) for other in range(self.ranks) if other not in ready)
+        reason = f"joins when all ranks of this replica are ready for it; missing: {missing}"
         return [ToRank(shard, m.Queued(reason, m.Stage.JOINING))]
 
     def rank_lost(self, shard: int, reason: str, script: ScriptEnd | None = None) -> list[Action]:

@@ -55,29 +55,70 @@ async def serve_messages(
     connection, since what follows it cannot be trusted; so does a view that leaves out what was never told, since the
     next one would, too.
     """
-    reader, stream = await asyncio.open_connection(sock=channel.detach())
-    views = ViewsReceived()
+    messages = _Messages(channel, on_message, writer_ready, decode)
+    transport, _ = await asyncio.get_running_loop().create_connection(lambda: messages, sock=channel.detach())
     try:
-        writer_ready(wire.Writer(channel, stream))
-        while True:
-            data = await channel.read(reader, wire.MAX_MESSAGE)
-            try:
-                message = decode(data)
-            except msgspec.DecodeError as error:
-                drop("message", f"a frame of {len(data)} bytes that is no message: {error}")
-                continue
-            whole = views.complete(message)
-            try:
-                on_message(whole)
-            except Exception as error:
-                drop("internal", f"{type(message).__name__}: {error!r}", error=error)
-    except UntoldError as error:
-        drop("message", f"{error}; it connects again")
-        return str(error)
-    except (asyncio.IncompleteReadError, OSError) as error:
-        return str(error) if isinstance(error, OSError) and str(error) else "its connection closed"
+        return await messages.ended
     finally:
-        stream.close()
+        transport.close()
+
+
+class _Messages(asyncio.Protocol):
+    """Hands the messages of a connection on in the callback of its socket. A leader takes some from each of thousands
+    of ranks, and to wake a task for each would cost as much as all else."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        on_message: Callable[[Any], None],
+        writer_ready: Callable[[wire.Writer], None],
+        decode: Callable[[bytes], Any],
+    ) -> None:
+        self._channel, self._on_message, self._writer_ready, self._decode = channel, on_message, writer_ready, decode
+        self._views = ViewsReceived()
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it ended
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        try:
+            self._writer_ready(wire.Writer(self._channel, transport))
+        except OSError as error:
+            self._end(error)
+        except Exception as error:
+            self.ended.set_exception(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        try:
+            for payload in self._channel.arrived(data, wire.MAX_MESSAGE):
+                self._take(payload)
+        except (UntoldError, OSError) as error:
+            self._end(error)
+
+    def _take(self, payload: bytes) -> None:
+        try:
+            message = self._decode(payload)
+        except msgspec.DecodeError as error:
+            drop("message", f"a frame of {len(payload)} bytes that is no message: {error}")
+            return
+        whole = self._views.complete(message)
+        try:
+            self._on_message(whole)
+        except Exception as error:
+            drop("internal", f"{type(message).__name__}: {error!r}", error=error)
+
+    def eof_received(self) -> None:
+        self._end(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if isinstance(error, UntoldError):
+            drop("message", f"{error}; it connects again")
+        if not self.ended.done():
+            self.ended.set_result(str(error or "") or "its connection closed")
 
 
 class Told:

@@ -14,13 +14,12 @@ A `Channel` has the calls of a socket that its users need, so that their protoco
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import errno
 import hmac
 import socket
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -122,6 +121,10 @@ class Channel:
         self._wanted = memoryview(b"")  # where the next bytes of it go
         self._got = 0  # how many of them have come
         self._begun = False  # whether a record has begun
+        self._early, self._needed = (
+            bytearray(),
+            0,
+        )  # in asyncio: what has come of the record on its way, and its next part
 
     # -- what a socket has -------------------------------------------------------------------------------------------
 
@@ -237,21 +240,30 @@ class Channel:
         """Returns the same connection with other seals and without the tunnel. To be called before anything else."""
         return Channel(self._sock, self.keys, seals=seals)
 
-    # -- in asyncio --------------------------------------------------------------------------------------------------
+    # -- by callbacks ------------------------------------------------------------------------------------------------
 
     def record(self, payload: bytes) -> bytes:
         """Returns the bytes to send for one message of any length, after all earlier ones."""
         return bytes(self._sealed((payload,), len(payload)))
 
-    async def read(self, reader: asyncio.StreamReader, longest: int) -> bytes:
-        """Returns the next message. Raises `asyncio.IncompleteReadError` at the end, and `BadRecord`."""
-        record = self._next(longest)
-        wanted = next(record)
+    def arrived(self, data: bytes, longest: int) -> Iterator[bytes]:
+        """Yields the messages that are whole with `data`, the bytes that have come next. Raises `BadRecord`. A caller
+        that does not take all of them needs no more of the connection."""
+        self._early += data
+        at = 0
         while True:
             try:
-                wanted = record.send(await reader.readexactly(wanted))
+                if self._record is None:
+                    self._record = self._next(longest)
+                    self._needed = next(self._record)
+                while at + self._needed <= len(self._early):
+                    at += self._needed
+                    self._needed = self._record.send(self._early[at - self._needed : at])
+                break
             except StopIteration as stop:
-                return bytes(stop.value)
+                self._record = None
+                yield bytes(stop.value)
+        del self._early[:at]
 
     # -- records -----------------------------------------------------------------------------------------------------
 

@@ -269,8 +269,9 @@ async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: 
 class Writer:
     """The sending side of a `Channel` in asyncio, for one event loop."""
 
-    def __init__(self, channel: Channel, stream: asyncio.StreamWriter) -> None:
-        self._channel, self._stream = channel, stream
+    def __init__(self, channel: Channel, transport: asyncio.WriteTransport) -> None:
+        self._channel, self._transport = channel, transport
+        self._sock = transport.get_extra_info("socket")
 
     def write(self, data: bytes) -> None:
         """Write a message. Does not block: what the other side does not read is kept, up to `MAX_UNSENT`, and then the
@@ -278,16 +279,16 @@ class Writer:
         sent."""
         if len(data) > MAX_MESSAGE:
             drop("unsent", f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
-        elif self._stream.transport.get_write_buffer_size() > MAX_UNSENT:
+        elif self._transport.get_write_buffer_size() > MAX_UNSENT:
             drop("unsent", f"gave up a connection whose other side has left more than {MAX_UNSENT} bytes unread")
-            self._stream.transport.abort()
-        elif not self._stream.is_closing():  # a closing stream would count a record that is never sent
-            self._stream.write(self._channel.record(data))
+            self._transport.abort()
+        elif not self._transport.is_closing():  # a closing one would count a record that is never sent
+            self._transport.write(self._channel.record(data))
 
     def unanswered(self) -> float | None:
         """The seconds for which the kernel at the other end has not answered, as in `ftcomm.control.liveness`."""
-        return unanswered(self._stream.get_extra_info("socket"))
+        return unanswered(self._sock)
 
     def close(self) -> None:
         """Flush what can be flushed, and close."""
-        self._stream.close()
+        self._transport.close()

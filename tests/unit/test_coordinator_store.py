@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control import probe as probe_module
-from ftcomm.control import wire
 from ftcomm.control.links import Link
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
@@ -20,7 +18,7 @@ from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.views import Addresses, Member, View
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
-from tests.opened import open_socket
+from tests.opened import Conversation, open_socket
 from tests.peers_rig import CREDENTIALS, DEADLINE, until
 
 pytestmark = pytest.mark.usefixtures("time_for_handshakes")
@@ -85,11 +83,10 @@ def test_who_has_finished_is_known_before_it_hears_so_though_a_view_is_being_wri
         try:
             port = int(server.endpoint.rpartition(":")[2])
             channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0, "shard": 0})
-            reader, stream = await asyncio.open_connection(sock=channel.detach())
-            writer = wire.Writer(channel, stream)
-            writer.write(m.encode(m.Join(0, "life", Addresses.of((ADDRESS,)), 0, -1, dataclasses.astuple(TIMEOUTS))))
-            writer.write(m.encode(m.Finished(True)))
-            while not isinstance(said := m.decode(await channel.read(reader, wire.MAX_MESSAGE)), m.FinishAck):
+            talk = await Conversation.over(channel)
+            talk.write(m.encode(m.Join(0, "life", Addresses.of((ADDRESS,)), 0, -1, dataclasses.astuple(TIMEOUTS))))
+            talk.write(m.encode(m.Finished(True)))
+            while not isinstance(said := await talk.heard(), m.FinishAck):
                 assert not isinstance(said, m.NewView), "it is not written yet"
             return kinds[:]
         finally:
@@ -114,19 +111,17 @@ def test_a_coordinator_that_is_not_sure_of_its_store_says_nothing(sure: bool, co
         await server.start()
         port = int(server.endpoint.rpartition(":")[2])
         channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0, "shard": 0})
-        reader, stream = await asyncio.open_connection(sock=channel.detach())
-        writer = wire.Writer(channel, stream)
+        talk = await Conversation.over(channel)
         store.sure = sure
-        writer.write(m.encode(m.Join(0, "life", Addresses.of((ADDRESS,)), 0, -1, (1.0, 2.0, 3.0))))
+        talk.write(m.encode(m.Join(0, "life", Addresses.of((ADDRESS,)), 0, -1, (1.0, 2.0, 3.0))))
         if not sure:  # else it closes the connection itself
-            writer.write(b"\xc1")  # no message, by which we know that the one before was looked at
+            talk.write(b"\xc1")  # no message, by which we know that the one before was looked at
             await until(lambda: count("message") == 1)
             await server.stop()
         heard: list[m.Message] = []
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                heard.append(m.decode(await channel.read(reader, wire.MAX_MESSAGE)))
-        writer.close()
+        while (message := await talk.heard()) is not None:
+            heard.append(message)
+        talk.close()
         await server.stop()
         return heard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.leader import Leader, ToCoordinator, ToPeerLeader, ToRank
+from ftcomm.control.leader import NAMED, Leader, ToCoordinator, ToPeerLeader, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
@@ -186,6 +186,17 @@ def test_a_rank_of_an_earlier_life_counts_for_nothing_in_the_next() -> None:
     assert made.leader.join() is not None
     assert made.from_rank(0, m.CaughtUp(9), 0.0) == []
     assert made.from_rank(1, m.CaughtUp(9), 0.0) == [ToCoordinator(m.CaughtUp(9))]
+
+
+def test_a_joiner_names_the_ranks_that_it_waits_for_once_they_are_few() -> None:
+    """To name them looks at all ranks: of thousands each would cost the leader a look at the others."""
+    ranks = NAMED + 5
+    made = Leader(0, "life", ranks, Timeouts.derive(120.0, 10.0))
+    said = [action.message for shard in range(ranks - 1) for action in made.from_rank(shard, m.Ready())]
+    reasons = [message.reason for message in said if isinstance(message, m.Queued)]
+    assert [reason.rpartition(": ")[2] for reason in reasons[:4]] == [f"{ranks - 1 - at} of {ranks}" for at in range(4)]
+    assert reasons[4].endswith("missing: " + ", ".join(map(str, range(5, ranks))))
+    assert reasons[-1].endswith(f"missing: {ranks - 1}")
 
 
 def test_a_joiner_that_is_sent_on_is_ready_again_when_all_its_ranks_are() -> None:

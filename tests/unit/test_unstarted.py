@@ -14,13 +14,12 @@ import msgspec
 import pytest
 
 import ftcomm
-from ftcomm.control import handshake, wire
+from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Action, Close, Keep, Log, Send
 from ftcomm.control.handshake import LONGEST_FIELD, Credentials
 from ftcomm.control.links import ask
-from ftcomm.control.sealed import Channel
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.unstarted import ASKERS, HOPELESS, UNSTARTED, NamedRank, Unstarted, turn
@@ -30,7 +29,7 @@ from ftcomm.settings import unstarted
 from tests.coordinator_script import TIMEOUTS, Script, joins
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import TIMEOUTS as GIVEN_TIMEOUTS
-from tests.opened import open_socket
+from tests.opened import Conversation, open_socket
 from tests.peers_rig import DEADLINE
 
 WRONG = "rank 1 of replica 1 cannot start: FTCOMM_TRANSPORT='bogus'"
@@ -246,8 +245,8 @@ def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.Mo
     token, timeouts = "a token that is long enough", dataclasses.astuple(GIVEN_TIMEOUTS)
     mine = handshake.Credentials(token)
 
-    async def said(channel: Channel, reader: asyncio.StreamReader) -> m.AnyMessage:
-        while isinstance(message := m.decode(await channel.read(reader, wire.MAX_MESSAGE)), m.Ping):
+    async def said(talk: Conversation) -> m.AnyMessage | None:
+        while isinstance(message := await talk.heard(), m.Ping):
             pass
         return message
 
@@ -262,19 +261,19 @@ def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.Mo
                 channel = await open_socket(
                     ("127.0.0.1", port), mine, "leader", NamedRank(replica, 0, f"there:{replica + 1}").fields
                 )
-                reader, stream = await asyncio.open_connection(sock=channel.detach())
+                talk = await Conversation.over(channel)
                 if replica == 0:
                     join = m.Join(0, "life", Addresses.of((ADDRESS, ADDRESS)), 0, -1, timeouts)
-                    wire.Writer(channel, stream).write(m.encode(join))
-                    assert isinstance(await said(channel, reader), m.Queued)
-                heard.append((channel, reader, stream))
+                    talk.write(m.encode(join))
+                    assert isinstance(await said(talk), m.Queued)
+                heard.append(talk)
             env = {"COORDINATOR": f"127.0.0.1:{port}", "TOKEN": token, "REPLICA": "1", "REPLICAS": "998", "RANK": "1"}
             env["LEADER"] = "there:2"
             for name, value in env.items():
                 monkeypatch.setenv(f"FTCOMM_{name}", value)
             with pytest.raises(SettingsError, match="998 replicas; a job has at most"):
                 await asyncio.to_thread(ftcomm.init)
-            other, sibling = [await said(channel, reader) for channel, reader, _ in heard]
+            other, sibling = [await said(talk) for talk in heard]
             assert isinstance(sibling, m.Removed)
             assert sibling.reason.startswith("rank 1 of replica 1 cannot start: FTCOMM_REPLICAS and")
             assert other == sibling
