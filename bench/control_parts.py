@@ -62,6 +62,7 @@ class Setup(msgspec.Struct, frozen=True):
     hosts: int  # of a replica
     token: str
     op_timeout: float
+    heartbeat: float | None  # None: what follows from `op_timeout`
     begun: float  # time.monotonic() of step 0, on all parts
     pace: float  # s of a step
     coordinator: int = 0  # its port; 0: any, in the coordinator itself
@@ -71,7 +72,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     @property
     def timeouts(self) -> Timeouts:
-        return Timeouts.derive(self.op_timeout)
+        return Timeouts.derive(self.op_timeout, self.heartbeat)
 
     @property
     def credentials(self) -> Credentials:
@@ -258,6 +259,7 @@ class LightRank:
                 case act.Passed():
                     self.step += 1
                     self.standing = False
+                    self.ranks.freed.add(self)
                 case act.Failed():
                     self.end()
 
@@ -278,6 +280,7 @@ class LightRank:
             return
         if self.node.view is None:
             self.step, self.standing = view.step or 0, False
+        self.ranks.freed.add(self)
         self.ranks.entered.setdefault(view.epoch, []).append(time.monotonic())
         self.do(self.node.resumed(view))
 
@@ -339,6 +342,7 @@ class Ranks:
         self.entered: dict[int, list[float]] = {}  # epoch -> when ranks went on in it
         self.messages = 0  # between ranks and leaders
         self.stalled_at = 0.0
+        self.freed: set[LightRank] = set()  # their scripts may go on, though no step has begun
         self._starting: set[asyncio.Task[None]] = set()
         self._coming: list[LightRank] = []  # without a connection yet
         sock = listen(HOST, 0)
@@ -362,10 +366,14 @@ class Ranks:
 
     async def script(self) -> None:
         """Let all scripts go on when the clock says so."""
+        before = -1
         while True:
-            for column in self.columns.values():
-                for rank in list(column.values()):
-                    rank.go_on(self.setup.step)
+            step = self.setup.step
+            everyone = (rank for column in self.columns.values() for rank in column.values())
+            ready, self.freed = self.freed if step == before else set(everyone), set()
+            before = step
+            for rank in ready:
+                rank.go_on(step)
             await asyncio.sleep(STANDING)
 
     def start(self, replica: int, leader: int) -> dict[str, Any]:
@@ -397,6 +405,9 @@ class Ranks:
         return {"stalled": replica, "at": self.stalled_at}
 
     def views(self, epoch: int) -> dict[str, Any]:
+        return {"ranks": len(self.entered.get(epoch, []))}
+
+    def times(self, epoch: int) -> dict[str, Any]:
         return {"times": self.entered.get(epoch, [])}
 
     def count(self) -> dict[str, Any]:
@@ -407,7 +418,7 @@ async def ranks(setup: Setup) -> None:
     made = Ranks(setup)
     working = asyncio.gather(made.tick(), made.script())
     say(port=made.port)
-    await answer({name: getattr(made, name) for name in ("start", "kill", "stall", "views", "count")})
+    await answer({name: getattr(made, name) for name in ("start", "kill", "stall", "views", "times", "count")})
     working.cancel()
 
 

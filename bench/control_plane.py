@@ -22,12 +22,14 @@ from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
 from ftcomm.bench.control_parts import Setup
 from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, figure_text, option
 from ftcomm.bench.stats import percentile
 from ftcomm.control.limits import RANKS
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.option_types import choices
 
@@ -58,6 +60,12 @@ class ControlRequest:
     rest: float = option(10.0, help="Seconds at rest that are measured.")
     pace: float = option(1.0, help="Seconds of a step.")
     op_timeout: float = option(120.0, help="Of the job: all other timeouts follow from it.")
+    heartbeat: float | None = option(
+        None,
+        kind=click.FLOAT,
+        help="Timeout of the job; a sign of life comes ten times in it. Those of 100,000 ranks each half second would "
+        "take more than two cores.  [default: follows from --op-timeout]",
+    )
 
     def smoke(self) -> ControlRequest:
         """Two replicas of four ranks on two hosts each, to see that it runs."""
@@ -72,6 +80,10 @@ class ControlRequest:
             )
         if not 1 <= self.hosts <= self.ranks:
             raise SettingsError(f"--hosts {self.hosts}: expected 1 to {self.ranks}, a rank at least for each")
+        try:
+            Timeouts.derive(self.op_timeout, self.heartbeat)
+        except ValueError as error:
+            raise SettingsError(f"--op-timeout and --heartbeat: {error}") from None
         if self.processes < 1 or self.rest <= 0 or self.pace <= 0:
             raise SettingsError("expected at least one of --processes, and --rest and --pace above 0")
         needed = 2 * max(self.ranks, self.replicas * self.ranks // self.processes) + 200
@@ -186,6 +198,7 @@ class Emulation:
             request.hosts,
             secrets.token_hex(16),
             request.op_timeout,
+            request.heartbeat,
             time.monotonic(),
             request.pace,
             store=self._store,
@@ -279,12 +292,14 @@ class Emulation:
         deadline = time.monotonic() + timeout_of(self._setup)
         while True:
             said = await asyncio.gather(*(part.call("views", epoch=epoch) for part in self.light))
-            times = [at for one in said for at in one["times"]]
-            if len(times) >= expected:
+            there = sum(one["ranks"] for one in said)
+            if there >= expected:
                 break
             if time.monotonic() > deadline:
-                raise FtcommError(f"{what}: {len(times)} of {expected} light ranks are in epoch {epoch}")
+                raise FtcommError(f"{what}: {there} of {expected} light ranks are in epoch {epoch}")
             await asyncio.sleep(LOOK)
+        said = await asyncio.gather(*(part.call("times", epoch=epoch) for part in self.light))
+        times = [at for one in said for at in one["times"]]
         for replica in replicas:
             event = await self.leaders[replica].first(lambda event: event.get("entered") == epoch)
             times.append(event["at"])

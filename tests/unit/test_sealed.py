@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcomm.control import dropped, sealed
+from ftcomm.control import dropped, sealed, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import RECORD, TAG, BadRecord, Channel, Keys, Mac
@@ -109,6 +109,33 @@ def test_who_is_on_the_way_is_noticed(
     with pytest.raises(BadRecord, match="something on the way"):
         near.recv(100)
     assert count("mac") == 1
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1 << 20])
+def test_messages_are_whole_however_their_bytes_are_cut(cut: int, pair: tuple[Channel, Channel]) -> None:
+    payloads = [b"first", b"", bytes(70_000), b"last"]
+    stream = b"".join(records(*payloads))
+    parts = [stream[at : at + cut] for at in range(0, len(stream), cut)]
+    assert [message for part in parts for message in pair[0].arrived(part, 1 << 20)] == payloads
+
+
+def test_who_hangs_up_and_reads_nothing_is_noticed() -> None:
+    """What waits for it is never sent, so the end must not wait for that."""
+
+    async def run() -> str:
+        near, far = socket.socketpair()
+        with far:
+            near.setblocking(False)
+
+            def ready(writer: wire.Writer) -> None:
+                for _ in range(20):
+                    writer.write(bytes(1 << 20))
+                far.shutdown(socket.SHUT_WR)
+
+            why = serve_messages(ends(near, far)[0], lambda message: None, ready)
+            return await asyncio.wait_for(why, DEADLINE)
+
+    assert asyncio.run(run()) == "its connection closed"
 
 
 @attacks
