@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ftcomm.control.limits import beyond
+from ftcomm.control.links import MAX_HANDSHAKES
 from ftcomm.control.server import CoordinatorServer, ServerError
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.errors import InitError, SettingsError
+from ftcomm.errors import InitError, SettingsError, TransportError
 from ftcomm.launch.coordinator_admin import CoordinatorAdmin
 from ftcomm.launch.dashboard_process import DashboardProcess
 from ftcomm.launch.event_text import describe
@@ -24,6 +25,7 @@ from ftcomm.launch.listen import Listen
 from ftcomm.launch.options import MAKE_TOKEN, TIMEOUT_OPTIONS
 from ftcomm.launch.torch_store import TorchStore
 from ftcomm.monitoring.history import HistoryWriter
+from ftcomm.process.descriptors import room_for
 from ftcomm.settings import chain
 from ftcomm.settings.credentials import from_env
 from ftcomm.sync.sched import request_short_slice
@@ -103,6 +105,12 @@ class CoordinatorOptions:
 def run(options: CoordinatorOptions) -> int:
     """Serve one job to its end; returns the exit code. Blocks. Raises `SettingsError`, `InitError`."""
     options.check()
+    # The connections of leaders, probes of as many, and who has not proved yet that it holds the token.
+    needed = 2 * options.replicas + MAX_HANDSHAKES
+    try:
+        room_for(0, f"ftcomm coordinator, of a job with {options.replicas} replicas,", needed)
+    except TransportError as error:
+        raise SettingsError(str(error)) from None
     return asyncio.run(_serve(options))
 
 

@@ -164,6 +164,23 @@ except TransportError as error:
     assert "open files, and this process may have 512; raise the limit (ulimit -n 82" in done.stdout
 
 
+@pytest.mark.parametrize("replicas", [12, 256])
+def test_a_coordinator_asks_for_them_first(replicas: int) -> None:
+    """It would start, and then have no room for some of the leaders."""
+    script = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); "
+    script += "from ftcomm.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "coordinator", "--replicas", str(replicas)],
+        capture_output=True,
+        text=True,
+        timeout=230,
+        env={**os.environ, "FTCOMM_TOKEN": "a token that is long enough"},
+    )
+    assert done.returncode != 0
+    assert f"ftcomm coordinator, of a job with {replicas} replicas, needs up to" in done.stderr
+    assert "and this process may have 256; raise the limit (ulimit -n" in done.stderr
+
+
 def test_free_threaded_python() -> None:
     script = "import sys; sys._is_gil_enabled = lambda: False; import ftcomm"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=230)
