@@ -121,10 +121,8 @@ class Channel:
         self._wanted = memoryview(b"")  # where the next bytes of it go
         self._got = 0  # how many of them have come
         self._begun = False  # whether a record has begun
-        self._early, self._needed = (
-            bytearray(),
-            0,
-        )  # in asyncio: what has come of the record on its way, and its next part
+        self._early = bytearray()  # by callbacks: what has come of the record on its way
+        self._needed = 0  # the bytes of its next part
 
     # -- what a socket has -------------------------------------------------------------------------------------------
 
