@@ -113,7 +113,7 @@ def test_who_contributed_but_died_before_the_vote_counts():
 class Voters(Members):
     """For a whole step loop, at the end of a step in which 3 contributed and then died."""
 
-    shard = step = 0
+    shard = next_boundary = 0
     contributors = (0, 1, 2, 3)
     contributing = frozenset({0, 1})  # the view of the loss has come here already
 
