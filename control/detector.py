@@ -72,10 +72,10 @@ class Detector(Generic[Peer]):
         }
         return {peer: seconds for peer, seconds in silence.items() if seconds > self.timeout}
 
-    def unheard(self) -> set[Peer]:
-        """Returns the peers that have not spoken since the observer runs again: whether they are mute will be known
-        after the timeout."""
-        return {peer for peer, at in self._heard.items() if at < self._since}
+    def unheard(self, now: float) -> dict[Peer, float]:
+        """Returns the peers that have not spoken since the observer runs again, with the seconds since they spoke:
+        whether they are mute will be known after the timeout."""
+        return {peer: now - at for peer, at in self._heard.items() if at < self._since}
 
     def mute(self, now: float) -> dict[Peer, float]:
         """Returns the peers that live and do not speak, with the seconds since they spoke."""

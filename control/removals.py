@@ -91,17 +91,18 @@ class Removals:
         if known.view is None:
             return {}
         present = known.present(known.view.replicas, doubtful, now)
-        mute = {link.replica: link.mute for link in known.links.values() if link.mute}
-        for replica, seconds in known.detector.mute(now).items():
-            member = known.view.member(replica)
-            mute[replica] = described(seconds, self._state(member.ranks[0]) if member is not None else "")
+        says = {link.replica: link.mute for link in known.links.values() if link.mute}
+        mute, unheard = known.detector.mute(now), known.detector.unheard(now)
         ran = known.ran.seconds
-        known.held_up.update(dict.fromkeys(mute, ran))  # one message in between does not change that
+        known.held_up.update(dict.fromkeys([*says, *mute], ran))  # one message in between does not change that
         # Longer than a report holds: its sender may fall mute before it can say that the op goes on.
         lately = max(known.timeouts.op_floor, FRESH + REPORT)
         held = {replica for replica, last in known.held_up.items() if ran - last <= lately}
-        held |= known.detector.unheard()
-        return known.blame.culprit(ran, known.view.contributing, present, mute, held)
+        # A member that was mute before this process stood still, and has not spoken since, is so as far as is known.
+        for replica, seconds in ({x: unheard[x] for x in held & unheard.keys()} | mute).items():
+            member = known.view.member(replica)
+            says[replica] = described(seconds, self._state(member.ranks[0]) if member is not None else "")
+        return known.blame.culprit(ran, known.view.contributing, present, says, held | unheard.keys())
 
     def _ask(self) -> list[Action]:
         """Ask all members for whom they wait."""

@@ -629,6 +629,24 @@ def test_a_coordinator_that_stood_still_takes_no_time_from_who_holds_its_interpr
     assert script.now > TIMEOUTS.op
 
 
+def test_a_stall_says_what_its_cause_does_though_the_coordinator_stood_still_just_then() -> None:
+    """Afterwards it does not know yet again that this one does not speak, and knew it before."""
+    script = Script(3)
+    while len(script.views) == 1:
+        script.now += 1.0
+        if TIMEOUTS.op - 5.0 < script.now < TIMEOUTS.op + 10.0:
+            continue
+        for replica in range(2):
+            script.tell(replica, m.Heartbeat(4))
+            if script.now > TIMEOUTS.op_floor:
+                script.tell(replica, m.Stalled(0, 1, 7, (2,), True, script.now))
+        script.coordinator.acknowledged(2, script.now)
+        script.tick()
+    [why] = script.views[-1].why.split("; lost ")
+    assert script.now < TIMEOUTS.op + 10.0 + TIMEOUTS.silence
+    assert f"; its process lives but has not spoken for {script.now - 1.0:.0f} s" in why
+
+
 def spread(replicas: int) -> Script:
     """All on hosts of their own."""
     script = Script(0)
