@@ -1036,6 +1036,7 @@ FIRST = {
     "slots-not-waited-for": 610,
     "stays-parked": 170,
     "takes-back-what-is-in-force": 760,
+    "takes-over-blindly": 40,
     "tells-of-no-silent-rank": 30,
     "told-at-once": 80,
     "waits-for-the-first-view": 40,

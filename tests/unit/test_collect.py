@@ -146,9 +146,10 @@ def test_a_suspicion_is_a_wait_of_the_op_and_the_life_that_it_was_told_of(
         group.returned(op, now - returned)
         group.called(later, now - 6.0)
     facts = collect.collect(job(tmp_path), [Suspicion(0, 1, now - 8.0)])
+    took = time.monotonic() - now
     seen = facts if facts.earlier is None else facts.earlier
     waits = [(what.within, wait.seconds) for rank in seen.ranks for what in rank.inside for wait in what.waits]
     assert len(waits) == len(waited)
     for (within, seconds), (what, expected) in zip(waits, waited, strict=True):
         assert what in within
-        assert seconds == pytest.approx(expected, abs=1.0)
+        assert expected - 1.0 < seconds < expected + 1.0 + took
