@@ -1,6 +1,6 @@
 """A loop of one's own with Accelerate that no replica's death stops: a language model on the text of Python's library.
 
-    ftcomm run --replicas 4 examples/train_accelerate.py --steps 500 --output checkpoints
+    ftcomm run --replicas 4 examples/train_accelerate.py --steps 500 --output state
 
 It differs from a script for `accelerate launch` in three lines: where Accelerator comes from, the loop over epochs, and
 the number of steps, which a replica that comes back has not counted itself. Kill any replica with `kill -9`, at any
@@ -44,9 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--samples", type=int, default=20_000, help="to train on")
-    parser.add_argument(
-        "--output", default="checkpoints", help="folder for checkpoints, which all replicas can write to"
-    )
+    parser.add_argument("--output", default="state", help="folder for checkpoints, which all replicas can write to")
     args = parser.parse_args()
 
     accelerator = Accelerator(gradient_accumulation_steps=2)

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--width", type=int, default=96, help="of the model")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--checkpoints", default="checkpoints", help="folder that all replicas can write to")
+    parser.add_argument("--checkpoints", default="shards", help="folder that all replicas can write to")
     args = parser.parse_args()
 
     torch.manual_seed(0)  # the same first weights everywhere

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--samples", type=int, default=20_000, help="to train on")
-    parser.add_argument("--output", default="model", help="folder for checkpoints, which all replicas can write to")
+    parser.add_argument("--output", default="sharded", help="folder for checkpoints, which all replicas can write to")
     args = parser.parse_args()
 
     text = Text()

@@ -104,3 +104,14 @@ def test_with_these_put_back_it_trains_by_the_library_alone(
     )
     assert asyncio.run(asyncio.wait_for(launcher.run(), DEADLINE)) == run.FINISHED, lines
     assert any(re.search("trained 3 steps", line) for line in lines), lines
+
+
+def test_no_two_examples_write_to_the_same_folder_unless_told() -> None:
+    """One that finds a checkpoint of another goes on from it, or cannot."""
+    found = [
+        (default.group(1), path.name)
+        for path in sorted(EXAMPLES.glob("train_*.py"))
+        for default in re.finditer(r'"--(?:output|checkpoints)", default="([^"]+)"', path.read_text())
+    ]
+    assert len(found) >= 4
+    assert len({folder for folder, _ in found}) == len(found), found
