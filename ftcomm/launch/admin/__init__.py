@@ -1,1 +1,2 @@
-"""The admin socket of a running job. `ftcomm status`, `restart` and `chaos` use it to speak to the launcher."""
+"""The admin socket of a running job. Commands speak to its launcher by it; `ftcomm dump` and
+`ftcomm trace` read files."""
