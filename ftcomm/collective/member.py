@@ -1,6 +1,7 @@
-"""Keeps what a member of a group has from view to view, and says how it goes from one to the next, whoever runs its
-ops: the host (`ftcomm.collective.core`) or a kernel (`ftcomm.engines.gpu_kernel`). And the part of its engine that is
-the same.
+"""Keeps what a member of a group has from view to view, and says how it goes from one to the next.
+
+That is the same whether the host runs the ops (`ftcomm.collective.core`) or a kernel (`ftcomm.engines.gpu_kernel`), and
+so is a part of the exchange.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class CallEngine(Protocol):
 
 
 class Events(NamedTuple):
-    """Names whom an exchange calls; `ftcomm.collective.exchange.Exchange` says when."""
+    """The callbacks of an exchange. `ftcomm.collective.exchange.Exchange` says when it calls each."""
 
     on_stall: Callable[[Stall], None]
     on_failed: Callable[[BaseException], None]

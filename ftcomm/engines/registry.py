@@ -22,7 +22,7 @@ from ftcomm.transport.segment import Segment
 def open_engine(settings: Settings) -> JobEngine:
     """Raises `SettingsError` or `InitError` if the engine cannot be had here, `TransportError` without memory."""
     settings.check_engine()
-    return ENGINES[AUTO if settings.engine == "auto" else settings.engine](settings)
+    return OPENERS[AUTO if settings.engine == "auto" else settings.engine](settings)
 
 
 def _gpu_reduce(settings: Settings) -> JobEngine:
@@ -67,7 +67,7 @@ def _interpreter_kernel(settings: Settings) -> JobEngine:
     return KernelEngine(settings, segment, InterpretDevice(segment))
 
 
-ENGINES: dict[str, Callable[[Settings], JobEngine]] = {
+OPENERS: dict[str, Callable[[Settings], JobEngine]] = {
     "host": HostEngine.of_job,
     "gpu-reduce": _gpu_reduce,
     "gpu-kernel": _gpu_kernel,

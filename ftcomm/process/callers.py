@@ -1,4 +1,4 @@
-"""Tells whose call it is that comes in a thread which the script has not started.
+"""Tells which thread of the script a call belongs to that comes in another thread.
 
 On a GPU autograd runs hooks, so what DDP, FSDP and buckets call, in threads of its own. The thread that has called
 `backward()` stands there until they are done, so what they call is called by it.

@@ -1,6 +1,6 @@
 """Switch points: up to which size an all-reduce goes which way; and in which order a ring goes through hosts. `ftcomm
 bench tune` measures both for a machine or a network and keeps them in a file (`ftcomm.settings.tuning_file`), which
-FTCOMM_TUNING names; without one that holds which is written here.
+FTCOMM_TUNING names. Without a file the switch points of this module hold.
 
 All members of a group must have the same, since each of them computes the plan alone: their digest is in the address of
 a rank, and a difference is an error that names both files.

@@ -177,7 +177,8 @@ def _deadlines(op_timeout: float, of_job: Timeouts | None = None) -> tuple[float
 
 
 def _position(name: str, members: Sequence[Any], me: Any, show: Callable[[Any], str] = str) -> int:
-    """`show` says what of a member may stand in a message."""
+    """Returns the place of `me` among `members`. `show` makes the text of a member in errors. Raises
+    `ArgumentError`."""
     said = ", ".join(map(show, members)) or "nobody"
     if len(set(members)) != len(members):
         raise ArgumentError(f"group {name!r}: a member is there twice in {said}; name each once")

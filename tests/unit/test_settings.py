@@ -28,7 +28,7 @@ def test_the_least_that_is_needed() -> None:
 
 
 def test_there_is_an_engine_of_every_name() -> None:
-    assert registry.ENGINES.keys() == KINDS.keys() > {AUTO, *ENGINES} - {"auto"}
+    assert registry.OPENERS.keys() == KINDS.keys() > {AUTO, *ENGINES} - {"auto"}
 
 
 def test_everything() -> None:

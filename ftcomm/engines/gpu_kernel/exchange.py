@@ -1,5 +1,5 @@
-"""The exchange of a group at one member, where a kernel runs the ops. Where the host drives them, be it that a
-device reduces: `ftcomm.collective.exchange`.
+"""The exchange of a group at one member, where a kernel runs the ops. `ftcomm.collective.exchange` is that of a
+member whose host drives them, also if a device reduces.
 
 Ops are launched when they are submitted, and run in that order on the op stream of the device. What a view change does
 to them:
