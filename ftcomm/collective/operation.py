@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+from _thread import LockType, allocate_lock
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -27,9 +27,9 @@ from ftcomm.transport.segment import CHUNK
 # steps it begins anew, and so do the steps that an error names.
 _STEPS = (1 << 64 - NUMBER) - 2
 
-# The elements, the bytes of one and of all, how many elements are in each chunk but the last, the chunks, and what
-# members compare. A bare tuple: one with names costs several times as much to take apart.
-Outline = tuple[int, int, int, int, int, int]
+# The elements, the bytes of one and of all, how many elements are in each chunk but the last, what members compare, and
+# a task for each chunk. A bare tuple: one with names costs several times as much to take apart.
+Outline = tuple[int, int, int, int, int, tuple[Task, ...]]
 
 
 class Operation:
@@ -38,7 +38,7 @@ class Operation:
     bfloat16). `chunk` is the size of a chunk in bytes, that of the staging of all members. With `atomic` all chunks end
     with the same contributors: the op then keeps a copy of its input, as far as it has gone, to go back to. An op of
     one chunk is always atomic and keeps none. `compression` is the form in which elements travel, see
-    `ftcomm.collective.compression`.
+    `ftcomm.collective.compression`. `outline` is that of the op where a subclass has another one.
 
     Raises `ArgumentError` for what cannot be reduced.
     """
@@ -59,11 +59,13 @@ class Operation:
     detail = 0  # the rest of the call, besides `call`; compared between members
 
     # The rest belongs to the driving thread, and begins anew in every epoch.
+    tasks: tuple[Task, ...] | tuple[Batch, ...]
     next = 0  # index of the first task that is not posted
     verified = False  # all members have made the same call
     doom: BaseException | None = None  # it fails with this as soon as all have called it
     kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
     _kept_memory: Bytes | None = None  # the memory of `kept`
+    _latch: LockType | None = None  # held until the op is done; the first thread that has to wait for it makes it
 
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
 
@@ -75,25 +77,26 @@ class Operation:
         chunk: int = CHUNK,
         atomic: bool = False,
         compression: str = COMPRESSIONS[0],
+        outline: Outline | None = None,
     ) -> None:
-        self._begin(array, dtype, op, compression, outline_of(dtype, op, compression, atomic, len(array), chunk))
-        if atomic:
-            self.atomic = True
-            if len(self.finals) > 1:
-                self._kept_memory = acquire(array.nbytes)
-                self.kept = self._kept_memory[: array.nbytes].view(array.dtype)
-
-    def _begin(self, array: Any, dtype: str, op: str, compression: str, outline: Outline) -> None:
         self.array = array
         self.dtype = dtype
         self.op = op
         self.compression = compression
-        self.count, self.itemsize, self.nbytes, self.elements, chunks, self.call = outline
-        self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
-        self.tasks: tuple[Task, ...] | tuple[Batch, ...] = all_reduce(chunks)
-        # Held until the op is done. A bare lock: an Event costs ten times as much to make.
-        self.latch = _thread.allocate_lock()
-        self.latch.acquire()
+        if outline is None:
+            outline = outline_of(dtype, op, compression, atomic, len(array), chunk)
+        self.count, self.itemsize, self.nbytes, self.elements, self.call, tasks = outline
+        self.tasks = tasks
+        self.finals: list[Contributors | None] = [None] * len(tasks)  # per chunk; None while it is INPUT
+        if atomic:
+            self.atomic = True
+            self._keep_input()
+
+    def _keep_input(self) -> None:
+        """Make room for a copy of the input, if the op needs one."""
+        if len(self.finals) > 1:
+            self._kept_memory = acquire(self.nbytes)
+            self.kept = self._kept_memory[: self.nbytes].view(self.array.dtype)
 
     @cached_property
     def memory(self) -> memoryview:
@@ -106,10 +109,11 @@ class Operation:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the op is done; False after `timeout` seconds. Any thread."""
-        if self.done:
-            return True
-        if self.latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self.latch.release()
+        if not self.done:
+            latch: LockType = self.__dict__.setdefault("_latch", _held())
+            # First the latch, then the look: `finish` does the reverse, so one of the two sees what the other has done.
+            if not self.done and latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+                latch.release()
         return self.done
 
     def keep(self, chunk: int, again: bool) -> None:
@@ -153,11 +157,19 @@ class Operation:
             release(self._kept_memory)
             self._kept_memory = None
         self.done = True
-        self.latch.release()
+        if self._latch is not None:
+            self._latch.release()
 
     def spans(self) -> tuple[tuple[int, int, Contributors], ...]:
         """Returns (start, stop, contributors) in elements, adjacent, for a finished op."""
         return tuple(spans(self.finals, self.elements, self.count))
+
+
+def _held() -> LockType:
+    """Makes a lock that is held. A bare one: an Event costs ten times as much."""
+    lock = allocate_lock()
+    lock.acquire()
+    return lock
 
 
 @lru_cache(maxsize=4096)
@@ -169,7 +181,7 @@ def outline_of(
     call, itemsize, width = call_of(dtype, op, compression)
     elements = chunk // (itemsize if as_is else width)
     call |= count << 16 | (ATOMIC if atomic else 0)
-    return count, itemsize, count * itemsize, elements, chunk_count(count, elements), call
+    return count, itemsize, count * itemsize, elements, call, all_reduce(chunk_count(count, elements))
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,8 +49,6 @@ class ScheduledOperation(Operation):
         self.finals: list[Contributors | None] = list(schedule.begin)
         self.left: tuple[Task, ...] | None = None  # the tasks of this epoch; None: all
         self.tasks: tuple[Batch, ...] = NOTHING
-        self.latch = _thread.allocate_lock()
-        self.latch.acquire()
 
     def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> tuple[Task, ...]:
         self.left = None

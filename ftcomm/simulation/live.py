@@ -314,7 +314,6 @@ class Live:
     def _operation(self, number: int, state: Any) -> Operation:
         op = self._operations[number]
         self._references.load(op, state, _RECORDED)
-        op.latch.acquire(blocking=False)  # as it is until the op is done
         return op
 
     # -- what it does ----------------------------------------------------------------------------------------------

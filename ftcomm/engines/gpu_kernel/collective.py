@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ftcomm.collective.chunks import Contributors
-from ftcomm.collective.operation import call_of, describe
+from ftcomm.collective.operation import Operation, call_of, describe
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.resume import REDUCE, Task, holdings
+from ftcomm.collective.resume import REDUCE, Task, all_reduce, holdings
 from ftcomm.collective.schedule import Schedule
 from ftcomm.control.messages import Progress
 from ftcomm.engines.base import CollectiveCall
@@ -77,8 +77,8 @@ class CollectiveOperation(KernelOperation):
         rows = max(1, -(-self.piece // self.part))
         nbytes = max(array.nbytes, source.nbytes)
         detail = detail_of(KINDS.index(kind) << words.KIND, who_of(roster, root))
-        outline = (count, size, nbytes, count, rows, count << 16 | code)
-        self._begin(array, dtype, op, "input", outline)
+        outline = (count, size, nbytes, count, count << 16 | code, all_reduce(rows))
+        Operation.__init__(self, array, dtype, op, outline=outline)
         self.detail = detail
         self.schedule = Schedule(kind, (), detail, 0, 1, tuple(self.finals))
         # How kernels see it

@@ -34,7 +34,8 @@ class KernelOperation(Operation):
             raise ArgumentError(f"hosts can do this, kernels that run whole ops (gpu-kernel) cannot: {reason}")
         self.max_sms = max_sms
         self.atomic = atomic
-        self._begin(array, dtype, op, compression, outline_of(dtype, op, compression, atomic, len(array), chunk, True))
+        outline = outline_of(dtype, op, compression, atomic, len(array), chunk, True)
+        super().__init__(array, dtype, op, compression=compression, outline=outline)
 
     def prepare(self, view: GroupView) -> None:
         """Plan it for the view in which it is called."""
