@@ -45,8 +45,8 @@ class Turn(Generic[Op]):
 
     def __init__(self, ended: Callable[[Op], bool]) -> None:
         self._ended = ended
-        # 0 -> the call that blocks, so that owner and lock are one: [its thread, names of those that came between, and
-        # None from its end on].
+        # 0 -> the call that blocks, so that owner and lock are one: [its thread, names of those that came between]. The
+        # last of these is taken away when it ends; so who still finds the thread in front was in time with its name.
         self._held: dict[int, list[Any]] = {}
         self._starting = _thread.allocate_lock()  # guards the next two; held for some lines
         self._series: Series | None = None  # the newest
@@ -61,12 +61,12 @@ class Turn(Generic[Op]):
         """Make a `call` that blocks until `op` is done. Raises `ArgumentError` if another thread is in a call, or has
         started one that is in flight, or has called meanwhile."""
         me, held = get_ident(), self._held
-        if self._lost and held.get(0, [None])[0] != me:
+        if self._lost and me not in held.get(0, ()):
             self._refuse()
         mine: list[Any] = [me]
         try:
             while (holder := held.setdefault(0, mine)) is not mine:
-                if holder[0] == me:
+                if me in holder:
                     call(op)  # inside another one of this thread
                     return
                 self.check()  # or that one is out by now
@@ -75,12 +75,14 @@ class Turn(Generic[Op]):
                 with self._starting:
                     self._behind(me)
             call(op)
-        finally:
-            if 0 in held and held[0] is mine:  # without a call, after which the handler of a signal may raise
+            del held[0]  # without a call, after which the handler of a signal may raise
+        except BaseException:
+            if 0 in held and held[0] is mine:
                 del held[0]
-        mine.append(None)
-        if mine[1] is not None:
-            raise ArgumentError(_told(mine[1]))
+            raise
+        last = mine.pop()
+        if last != me:
+            raise ArgumentError(_told(last))
 
     def start(self, op: Op) -> Series:
         """A call begins that does not block. Raises `ArgumentError`, as `run` does."""
@@ -106,10 +108,10 @@ class Turn(Generic[Op]):
 
     def check(self) -> None:
         """Raises `ArgumentError` if another thread is in a call that blocks."""
-        while (holder := self._held.get(0)) is not None and holder[0] != get_ident():
+        while (holder := self._held.get(0)) is not None and get_ident() not in holder:
             here = threading.current_thread().name
             holder.append(here)
-            if holder[1] is not None:  # else it has ended before
+            if isinstance(holder[0], int):  # else it has ended before
                 self._cross(here)
                 raise ArgumentError(_told(here))
 
