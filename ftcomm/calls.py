@@ -30,6 +30,7 @@ from ftcomm.transport.segment import CHUNK, slot_payload
 
 Array = np.ndarray[Any, Any]
 
+_INPUT = COMPRESSIONS[0]  # elements travel as they are
 _done: Callable[[Operation], bool] = operator.attrgetter("done")
 
 
@@ -196,7 +197,7 @@ class Calls(Messages):
         self._may_call()
         if max_sms is not None and max_sms < 1:
             raise ArgumentError(f"max_sms={max_sms}: an all-reduce needs at least 1; None takes as many as pay")
-        form = COMPRESSIONS[0] if compression is None else compression
+        form = _INPUT if compression is None else compression
         made, finish = self._engine.all_reduce(x, op, atomic, form, max_sms)
         return self._carry_out(made, x, finish, async_op)
 

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+from _thread import get_ident
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +160,7 @@ class Group(Calls):
         self._stall: tuple[int, int, tuple[int, ...]] | None = None  # the last reported one
         self._step = 0
         self._loop = -1  # the thread that passes boundaries, -1 before the first one
+        self._stamp = UNKNOWN  # of the calls of that thread
 
     def _join(self) -> None:
         self._engine.warm()
@@ -232,20 +234,20 @@ class Group(Calls):
     def _when(self) -> tuple[int, int]:
         if self._loop == -1:
             return UNKNOWN, 0
-        stamp = stamp_of(self._step - 1) if threading.get_ident() == self._loop else self._of_another_thread()
+        stamp = self._stamp if get_ident() == self._loop else self._of_another_thread()
         return stamp, self.internals.lag
 
     def _of_another_thread(self) -> int:
         """Returns the stamp of a call from another thread than that of the step loop. That thread passes no boundary
         during a backward, so the calls of autograd for it, in threads of its own on a GPU, belong to its step."""
         if pending.called_here():
-            return stamp_of(self._step - 1)
+            return self._stamp
         if getattr(callers.chained, "value", False):
             return UNKNOWN
         by_loop = callers.in_backward_of(self._loop)
         if by_loop is None:
             return UNKNOWN
-        return stamp_of(self._step - 1) if by_loop else ELSEWHERE
+        return self._stamp if by_loop else ELSEWHERE
 
     def _default_timeout(self) -> float:
         return self.settings.timeouts.give_up
@@ -363,7 +365,7 @@ class Group(Calls):
             raise CollectiveTimeout(f"replica {self.replica} rank {self.shard}: {error}") from None
         self._step = step + 1
         self._turn.agree()
-        self._loop = threading.get_ident()
+        self._loop, self._stamp = get_ident(), stamp_of(step)
         self.internals.outside = False
         self.drained = self._agent.left
         if not self.drained:

@@ -34,6 +34,7 @@ CARRIERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint
 
 # Keyed by type number, since the name of a NumPy dtype costs more than all the rest. `long` and `long long` share one.
 _NUMPY_NAMES = {np.dtype(c).num: np.dtype(c).name for c in "?bBhHiIlLqQefd"}
+_NATIVE = {np.dtype(c): np.dtype(c).name for c in "?bBhHiIlLqQefd"}  # those of them in the byte order of the host
 _HOST_DEVICES = (1, 3, 11)  # DLPack: CPU, CUDA pinned host, ROCm pinned host
 
 
@@ -62,6 +63,9 @@ def stage(x: Any) -> Staged:
     """
     kind = type(x)
     if kind is np.ndarray:
+        name = _NATIVE.get(x.dtype)
+        if name is not None and x.flags.carray:
+            return Staged(x if x.ndim == 1 else x.reshape(-1), name)
         return _stage_numpy(x)
     stage_torch = STAGE_TORCH.get(kind)
     return stage_torch(x) if stage_torch else _stage_other(x)
@@ -106,9 +110,6 @@ def _stage_other(x: Any) -> Staged:
 
 def _stage_numpy(x: np.ndarray) -> Staged:
     dtype = x.dtype
-    name = _NUMPY_NAMES.get(dtype.num)
-    if name is not None and x.flags.carray and dtype.isnative and type(x) is np.ndarray:
-        return Staged(x if x.ndim == 1 else x.reshape(-1), name)
     if isinstance(x, np.ma.MaskedArray):
         refuse("a masked NumPy array", "Pass x.filled(0), or x.data if the mask does not matter.")
     name = _numpy_name(dtype, "NumPy array")

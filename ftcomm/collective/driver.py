@@ -67,8 +67,8 @@ class Driver:
         self.worker = threads.worker(f"ftcomm-exchange-{core.member.replica}")
         # Overflow and NaN in the data of users are no news here. Entering a context that ignores
         # them costs 40 ns, numpy.errstate 700 ns.
-        self._context = contextvars.Context()
-        self._context.run(np.seterr, all="ignore")
+        self._run = contextvars.Context().run
+        self._run(np.seterr, all="ignore")
 
     # -- the caller's side: any thread -------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Driver:
         try:
             if until is not None and not self.admit(until):
                 return
-            run = self._context.run
+            run = self._run
             pause = run(self.begin, until)
             while pause is not ENDED or not self.leave(until):
                 if relieved():
@@ -234,10 +234,10 @@ class Driver:
                 stop = self._parked = member.frozen or member.error is not None
         else:
             stop = self._parked  # as decided when the op was admitted
+            if not stop and self._core.at_once(until):
+                return ENDED
         if stop:
             self._waiter.interrupted = True
-        elif until is not None and self._core.at_once(until):
-            return ENDED
         return self.go(until)
 
     def go(self, until: Operation | None) -> Pause:

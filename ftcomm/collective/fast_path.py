@@ -12,7 +12,7 @@ known. The steps are those of the stream, in its order, on its words and its sta
 At a wait that does not end at once, an interrupt, or another call elsewhere, the pipeline is left as the stream would
 have it at this point, and the stream goes on. So all decisions here are decisions of the stream.
 
-An op of 1 KB of two members takes 1090 bytecodes without its waits, instead of 1850.
+An op of 1 KB of two members runs 1064 bytecodes without its waits (`python -m tests.bytecodes`), instead of 1969.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class FastPath:
         own[at + DETAIL] = 0
         views.mine[...] = array
         pipeline.unposted.popleft()  # another thread may have added one after it
-        op.next = 1
         op.end = pipeline.posted = count = index + 1
         self._publish(POSTED, count)
         if not self._posted.wait(count, self._waiter):
@@ -83,13 +82,13 @@ class FastPath:
             if words[at] != place or words[at + 1] != call or words[at + DETAIL]:
                 pipeline.fill(index, op)
                 return False
-        op.verified = True
         views.reduce(array)
         op.finals[0] = self._contributors
         pipeline.arrived = pipeline.taken = count
         self._publish(TAKEN, count)
         if self._taken.wait(count, self._waiter):
             return True
+        op.verified = True
         pipeline.take(pipeline.fill(index, op))  # a reader that has yet to take it may attach only now
         return False
 

@@ -43,7 +43,7 @@ class Inflight(Generic[Op]):
     def add(self, op: Op) -> None:
         """Add an op. Raises `ArgumentError` if no message could describe so many: a change of view would never end."""
         ops, number = self.ops, self.issued
-        if len(ops) >= IN_FLIGHT:
+        if ops and len(ops) >= IN_FLIGHT:  # nearly every op finds none
             raise ArgumentError(
                 f"op {number}: {IN_FLIGHT} ops of this group are in flight, and there can be no more. Wait for "
                 "some (Work.wait) before you start the next"
@@ -63,10 +63,8 @@ class Inflight(Generic[Op]):
     def return_first(self) -> None:
         """Return the first op, with its result or with the error that it has."""
         op = self.ops[0]
-        if op.error is None and op.schedule is None:
-            finals = op.finals
-            if len(finals) != 1 or finals[0] is not self.common:
-                self._return_chunks(op)
+        if op.error is None and op.schedule is None and op.finals != [self.common]:
+            self._return_chunks(op)
         self.returned += 1
         self.ops.popleft()
         op.finish(op.error)
@@ -82,7 +80,7 @@ class Inflight(Generic[Op]):
     def narrow(self, who: Contributors) -> None:
         """Note that a chunk was reduced from the inputs of `who`."""
         if self.common is None or who == self.common:
-            self.common = who  # also if it is equal: `return_first` compares by identity
+            self.common = who  # also if it is equal: that of the next op is the same, which compares at once
         else:
             self.common = tuple(r for r in self.common if r in who)
 

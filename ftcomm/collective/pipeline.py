@@ -564,6 +564,7 @@ class Pipeline:
     def fill(self, index: int, op: Operation) -> Slot:
         """Go on with task `index`, the only one of `op`, after the fast path has posted it."""
         slot = self.slots[index % SLOTS]
+        op.next = 1
         slot.index, slot.op, slot.span, slot.first, slot.number = index, op, 1, True, 0
         slot.algorithm, slot.task = self.algorithms.of_task(op, op.tasks[0])
         self.bind(slot)

@@ -129,16 +129,10 @@ class Publisher:
         own, value = self._own, self._low + count
         assert own[word] < value or not count, f"word {word} goes from {own[word]:#x} to {value:#x}"
         own[word] = value
-        woken = False
         for words in self._words[word]:
-            asleep = words[ASLEEP]
-            if not asleep:
-                continue
-            if asleep == IN_POLL:
-                self._ring_at(words, word)
-            elif not woken and asleep == self._tokens[word]:
-                wake(self._segment.address + 8 * word)  # wakes all that sleep on it
-                woken = True
+            if words[ASLEEP]:
+                self._wake(word)
+                break
         if not self._readers or (word == TAKEN and self._quiet and not last):
             return
         concerned = self._concerned(word, count)
@@ -166,9 +160,16 @@ class Publisher:
             if reader.replica not in self._parent_of_leaf:
                 self._send(reader, POSTED, slot.index + 1)
 
-    def _ring_at(self, words: memoryview, word: int) -> None:
-        """Wake the owner of `words`, which sleeps on connections too, if it looks at this word."""
-        next(peer for peer in self._lookers[word] if peer.words is words).ring()
+    def _wake(self, word: int) -> None:
+        """Wake those that look at this word and sleep, on it or on connections too."""
+        woken = False
+        for peer in self._lookers[word]:
+            asleep = peer.heard[ASLEEP]
+            if asleep == IN_POLL:
+                peer.ring()
+            elif not woken and asleep == self._tokens[word]:
+                wake(self._segment.address + 8 * word)  # wakes all that sleep on it
+                woken = True
 
     # -- readers -----------------------------------------------------------------------------------------------------
 

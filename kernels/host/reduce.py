@@ -134,12 +134,17 @@ class Reducer:
         return buffer[:n]
 
 
+def is_operand(dtype: str) -> bool:
+    """Whether the reductions of `dtype` take carrier arrays as they are, so that nobody has to call `operand`."""
+    return HOST_DTYPES[dtype].kind != "half"
+
+
 def operand(dtype: str, carrier: Array, held: str | None = None) -> Array:
     """Returns what the reductions of `dtype` take for a carrier array: the array itself, or a torch view of its memory.
 
     Those of halves take float32 as well, source or output, and `held` says so of a carrier of partial sums.
     """
-    if HOST_DTYPES[dtype].kind != "half":
+    if is_operand(dtype):
         return carrier
     import torch
 
@@ -150,12 +155,12 @@ def operand(dtype: str, carrier: Array, held: str | None = None) -> Array:
 
 def _fold(ufunc: np.ufunc) -> Reduction:
     def reduce(sources: Sequence[Array], out: Array) -> None:
-        if len(sources) == 1:
-            out[...] = sources[0]
-            return
-        ufunc(sources[0], sources[1], out=out)
-        for source in sources[2:]:
-            ufunc(out, source, out=out)
+        first, *others = sources
+        if not others:
+            out[...] = first
+        for other in others:
+            ufunc(first, other, out=out)
+            first = out
 
     return reduce
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,13 +24,11 @@ from ftcomm.control.coordinator_actions import Action, Persist, Send
 from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses
-from ftcomm.engines.host import HostCalls
-from ftcomm.group import Group
 from ftcomm.kernels.host.reduce import reduce
 from ftcomm.recorder.layout import PROCESS_SHAPE, RETURNED, GroupKind
 from ftcomm.recorder.recorder import Recorder
 from ftcomm.sync.futex import Waiter, wake
-from tests.exchange_rig import mirrored
+from tests.bytecodes import group_of_two
 
 MEMBERS = 16
 CHUNKS = 128  # of 64 MB
@@ -116,17 +112,8 @@ def formed() -> Coordinator:
 
 def test_allreduce_without_its_waits(benchmark: Any) -> None:
     """Of 1 KB, by a group in a step loop: what the interpreter runs for it."""
-    exchange, segment = mirrored()
-    group = Group.__new__(Group)
-    group._exchange, group._engine = exchange, HostCalls()  # type: ignore[assignment]
-    group._runs, group.drained, group._loop, group._step = True, False, threading.get_ident(), 1
-    group.internals = SimpleNamespace(lag=0, outside=False)  # type: ignore[assignment]
-    array = np.zeros(256, np.float32)
-    try:
-        benchmark(group.allreduce, array)
-    finally:
-        exchange.fail(RuntimeError("the measurement is over"))
-        segment.close()
+    with group_of_two() as group:
+        benchmark(group.allreduce, np.zeros(256, np.float32))
 
 
 @pytest.fixture

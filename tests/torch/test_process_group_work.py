@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftcomm.collective.operation import stamp_of
 from ftcomm.errors import CollectiveTimeout, LostError, MismatchError
 from ftcomm.group import Group
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
@@ -164,7 +165,7 @@ def test_what_is_chained_on_a_future_is_of_no_known_step(futures: Futures) -> No
     """It runs in the thread of the step loop on one member and in that of the futures on another, as it happens; the
     two must not be taken for different calls."""
     op, stamps = Op(), []
-    group = types.SimpleNamespace(_loop=threading.get_ident(), _step=8)
+    group = types.SimpleNamespace(_loop=threading.get_ident(), _stamp=stamp_of(7))
     work = FtWork("all_reduce of group 'x'", [op], [torch.ones(1)], futures)
     chained = work.get_future().then(lambda done: stamps.append(Group._of_another_thread(group)))  # type: ignore[arg-type]
     assert Group._of_another_thread(group) == ELSEWHERE  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ftcomm.calls import Calls
 from ftcomm.collective import fast_path
@@ -25,6 +26,7 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import NEAR, POSTED, TAKEN
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from tests.bytecodes import bytecodes, group_of_two
 from tests.exchange_calls import check, given
 from tests.exchange_rig import DEADLINE, Caller, Rig, mirrored, socket_pair
 
@@ -349,3 +351,12 @@ def test_an_op_calls_no_more_functions_than_it_needs() -> None:
     exchange.fail(RuntimeError("the test is over"))
     segment.close()
     assert least <= 34
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="another Python has other bytecodes")
+@pytest.mark.parametrize(("kind", "most"), [(np.asarray, 1064), (torch.from_numpy, 1105)])
+def test_an_op_runs_no_more_bytecodes_than_it_needs(kind: Callable[[Any], Any], most: int) -> None:
+    """`python -m tests.bytecodes` says which functions run them. Who needs more says why, or takes some away."""
+    array = kind(np.zeros(256, np.float32))
+    with group_of_two() as group:
+        assert bytecodes(lambda: group.allreduce(array)).total() <= most

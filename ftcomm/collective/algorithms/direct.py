@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
 from ftcomm.collective.plan import GroupView, slices
 from ftcomm.kernels.dtypes import HOST_DTYPES
-from ftcomm.kernels.host.reduce import Reducer, operand
+from ftcomm.kernels.host.reduce import Reducer, is_operand, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory
 
 if TYPE_CHECKING:
@@ -46,18 +46,17 @@ class OneShot(Algorithm):
     def _reduction(self, dtype: str, op: str, posted: Mapping[int, Array]) -> Callable[[Array], None]:
         reduction, sources = self.reducer.get(dtype, op), [operand(dtype, posted[m]) for m in self.contributors]
 
-        def reduce(here: Array) -> None:
-            reduction(sources, operand(dtype, here))
+        def reduce(out: Array) -> None:
+            reduction(sources, out)
 
-        def reduce_mine_first(here: Array) -> None:
-            out = operand(dtype, here)
+        def reduce_mine_first(out: Array) -> None:
             reduction((out, sources[1]), out)
 
-        def reduce_mine_last(here: Array) -> None:
-            out = operand(dtype, here)
+        def reduce_mine_last(out: Array) -> None:
             reduction((sources[0], out), out)
 
-        return reduce if not self._pair else reduce_mine_first if sources and self._first else reduce_mine_last
+        made = reduce if not self._pair else reduce_mine_first if sources and self._first else reduce_mine_last
+        return made if is_operand(dtype) else lambda here: made(operand(dtype, here))
 
     @property
     def _first(self) -> bool:

@@ -1,0 +1,90 @@
+"""Counts the bytecodes that the interpreter runs for one small all-reduce, by function.
+
+    python -m tests.bytecodes --torch
+
+That is what a small op costs, and unlike its time the same on a machine with any load. It is of 1 KB, by a group of two
+members in a step loop; waits and wake-ups of others are not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+
+from ftcomm.collective.operation import stamp_of
+from ftcomm.engines.host import HostCalls
+from ftcomm.group import Group
+from ftcomm.transport.segment import NEAR
+from tests.exchange_rig import mirrored
+
+
+@contextlib.contextmanager
+def group_of_two() -> Iterator[Group]:
+    """A group in a step loop, the other member of which is its own mirror image, so that no op waits."""
+    exchange, segment = mirrored()
+    group = Group.__new__(Group)
+    group._exchange, group._engine = exchange, HostCalls()  # type: ignore[assignment]
+    group._runs, group.drained, group._loop, group._stamp = True, False, threading.get_ident(), stamp_of(0)
+    group.internals = SimpleNamespace(lag=0, outside=False)  # type: ignore[assignment]
+    try:
+        yield group
+    finally:
+        exchange.fail(RuntimeError("nothing more is called"))
+        segment.close()
+
+
+def bytecodes(call: Callable[[], object]) -> Counter[str]:
+    """Returns how many bytecodes each function runs for a call, which has warmed up: of some calls the one that took
+    the least, since the interpreter may call back in between, for a collection of garbage."""
+    for _ in range(2 * NEAR):
+        call()
+    return min((_of_one(call) for _ in range(5)), key=Counter.total)
+
+
+def _of_one(call: Callable[[], object]) -> Counter[str]:
+    seen: Counter[str] = Counter()
+
+    def within(frame: FrameType, event: str, _: object) -> Any:
+        if event == "opcode":
+            seen[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+        return within
+
+    def begins(frame: FrameType, event: str, _: object) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return within
+
+    before = sys.gettrace()
+    sys.settrace(begins)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return seen
+
+
+@click.command()
+@click.option("--torch", "tensor", is_flag=True, help="Of a tensor of torch, not of a NumPy array.")
+def main(tensor: bool) -> None:
+    array: Any = np.zeros(256, np.float32)
+    if tensor:
+        import torch
+
+        array = torch.from_numpy(array)
+    with group_of_two() as group:
+        seen = bytecodes(lambda: group.allreduce(array))
+    for name, count in seen.most_common():
+        click.echo(f"{count:5} {name}")
+    click.echo(f"{seen.total():5} in all, by {len(seen)} functions")
+
+
+if __name__ == "__main__":
+    main()
