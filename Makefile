@@ -25,7 +25,7 @@ demo: setup ## train four replicas, kill one inside an all-reduce, watch the oth
 	$(VENV)/bin/ftcomm demo $(ARGS)
 
 # First those that start no processes of a job, so that the kernels' tests fork from one that has no threads of them:
-# four at a time, for two cores, since some wait. Then those that do, which wait for longer: eight. Both at once keep the
+# four at a time, for two cores, since some wait. Then those that do, which wait for longer: six. Both at once keep the
 # cores at a load of 30, at which deadlines of tests pass. Whoever is free takes the next one, the longest first
 # (tests/conftest.py). A selection may be empty (pytest's exit code 5).
 PURE := tests/unit tests/kernels tests/simulation
@@ -34,7 +34,7 @@ define RUN_TESTS
 	@echo "==> $(1): functions, kernels and histories"
 	@$(1)/bin/python -m pytest $(PURE) -q -n 4 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
 	@echo "==> $(1): jobs of real processes"
-	@$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 8 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
+	@$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 6 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
 endef
 
 test: setup lint types $(VENV)/.compiled ## lint, type check and all tests but sweeps, on the pinned torch

@@ -99,7 +99,7 @@ def problems(case: KernelCase, facts: Facts, graph: ControlFlowGraph) -> Iterato
             yield f"a main loop does not move {WIDE} bits at a time: {_loop(loop)}; is an alignment unknown?"
     if case.coded and (n := sum(max((*loop.loads, *loop.stores)) < WIDE for loop in facts.loops)) > case.coded:
         yield f"{n} main loops move nothing {WIDE} bits at a time, {case.coded} may; is an alignment unknown?"
-    if facts.local:
+    if (facts.local or 0) > case.local:
         yield f"{facts.local} bytes a thread in local memory: {facts.registers} registers do not hold it"
     if facts.noncoherent:
         yield f"{facts.noncoherent} loads through the non-coherent cache, which may give what was there before"

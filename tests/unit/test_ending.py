@@ -16,7 +16,7 @@ import atexit, sys
 from sys import exit as imported
 from ftcomm.process import ending
 stdout = sys.stdout
-atexit.register(lambda: print(ending.over() and (ending.failure() or ""), file=stdout))
+atexit.register(lambda: print(ending.over() and (ending.failure() or ""), file=stdout, flush=True))
 ending.watch()
 ending.watch()
 

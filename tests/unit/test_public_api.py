@@ -163,7 +163,7 @@ def test_only_what_a_user_needs_is_public() -> None:
     assert public == {
         *CALLS,
         *("name", "rank", "world_size", "view", "epoch", "members", "contributing", "contributes", "contributed"),
-        *("step", "ready", "boundary", "leave", "subgroup", "verify", "report", "emit", "close"),
+        *("next_boundary", "ready", "boundary", "leave", "subgroup", "verify", "report", "emit", "close"),
     }
 
 
