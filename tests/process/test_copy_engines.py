@@ -15,7 +15,7 @@ import pytest
 import ftcomm
 from ftcomm.kernels.device import INTERPRETED
 
-from .job import Job, Notes
+from .job import DEADLINE, Job, Notes
 from .test_kills import ENDLESS
 
 pytestmark = pytest.mark.protocol
@@ -118,7 +118,7 @@ def test_all_have_the_same_of_a_gather_in_which_one_dies(tmp_path: Path, at: int
     """In the second case it has told replica 2 that it has all, and not 0, whose failure is in no minimum. All fail
     alike, and go on as two."""
     with job(tmp_path, 3, gather_forever, at=at, uncounted=uncounted) as running:
-        end = time.monotonic() + 60
+        end = time.monotonic() + DEADLINE
         while len(_gathered(running, 0)) < 6:
             assert time.monotonic() < end
             time.sleep(0.02)

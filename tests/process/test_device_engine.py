@@ -313,7 +313,7 @@ def _go_on(running: Job, steps: int, watched: int = 0) -> None:
     def made() -> int:
         return sum(note["kind"] == "step" for replica, _, note in running.notes() if replica == watched)
 
-    goal, end = made() + steps, time.monotonic() + 60
+    goal, end = made() + steps, time.monotonic() + DEADLINE
     while made() < goal:
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -60,7 +60,7 @@ def catching_up(replica: int) -> Any:
 
 def settle(job: Job, replicas: set[int]) -> None:
     """Until these are the members of the newest view, and the coordinator knows that all of them run in it."""
-    machine, deadline = job.server._machine, time.monotonic() + 60
+    machine, deadline = job.server._machine, time.monotonic() + DEADLINE
     while not (set(machine.view.replicas) == replicas and machine.job.settled):
         assert time.monotonic() < deadline
         time.sleep(0.01)
