@@ -1,7 +1,8 @@
 """The processes of `ftcomm bench control`, each of which is told what to do by lines of JSON and answers in lines.
 
     coordinator    the production `CoordinatorServer`, with a file of views
-    leader         the production `Agent` of rank 0 of a replica, whose data plane moves no data
+    leader         the production `LeaderProcess` of a replica, and the production `Agent` of its rank 0, whose data
+                   plane moves no data, in one process
     ranks          all other ranks of some columns: `LightRank`
 
     python -m ftcomm.bench.control_parts ROLE '{"replicas": 2, ...}'
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import secrets
@@ -39,10 +41,12 @@ from ftcomm.control import rank_node as n
 from ftcomm.control.agent import Agent, Gone
 from ftcomm.control.data_plane import DataPlane
 from ftcomm.control.handshake import Credentials
+from ftcomm.control.leader_process import LeaderCharge, LeaderProcess
 from ftcomm.control.limits import RANKS
 from ftcomm.control.links import Link, Listener, listen
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.views import Address, View
 
 HOST = "127.0.0.1"
@@ -168,6 +172,15 @@ class NoData(DataPlane):
 
 async def leader(setup: Setup) -> None:
     sock, to_ranks = listen(HOST, 0), listen(HOST, 0)
+    there = to_ranks.getsockname()
+    here = address(sock.getsockname()[1], secrets.token_hex(16), setup.host(setup.replica, 0))
+    charge = LeaderCharge(
+        *(NamedRank.of(setup.replica, 0, there), os.getpid(), liveness.started(), setup.ranks),
+        *((HOST, setup.coordinator), setup.token, "", None, setup.timeouts, HOST, here.processes, logging.WARNING),
+    )
+    never: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    leading = asyncio.ensure_future(LeaderProcess(charge, to_ranks).run(lambda: None, never))
+    leading.add_done_callback(lambda _: os._exit(1))  # it cannot go on
     agent = Agent(
         NoData(),
         coordinator=(HOST, setup.coordinator),
@@ -176,13 +189,13 @@ async def leader(setup: Setup) -> None:
         shard=0,
         ranks=setup.ranks,
         replicas=setup.replicas,
-        leader=None,
-        leader_socket=to_ranks,
+        leader=there,
+        leader_socket=None,
         sock=sock,
-        address=address(sock.getsockname()[1], secrets.token_hex(16), setup.host(setup.replica, 0)),
+        address=here,
         timeouts=setup.timeouts,
     )
-    say(port=to_ranks.getsockname()[1])
+    say(port=there[1])
     agent.start()
     threading.Thread(target=_lead, args=(agent, setup), daemon=True).start()
     await answer({})

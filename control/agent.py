@@ -1,4 +1,5 @@
-"""The control thread of one rank, which runs its `RankNode` over real sockets and time, and in rank 0 the `LeaderNode`.
+"""The control thread of one rank, which runs its `RankNode` over real sockets and time. Rank 0 also starts the leader
+of its replica, a process of its own; if there is no other rank, the thread runs the `LeaderNode`, too.
 
 The user's code calls from its own threads; the event loop lives in a daemon thread. A `DataPlane` moves the data. It is
 injected, so that this package knows nothing of arrays or memory.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from ftcomm.control import actions as act
-from ftcomm.control import handshake, wire
+from ftcomm.control import handshake, leaderless, wire
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.data_plane import DataPlane
@@ -31,8 +32,9 @@ from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_driver import LeaderDriver
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import Listener, event_loop
-from ftcomm.control.liveness import state_of
+from ftcomm.control.liveness import started, state_of
 from ftcomm.control.member import Phase
+from ftcomm.control.own_leader import OwnLeader
 from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
 from ftcomm.control.rank_errors import Gone, JoinError, why_broken, why_ended
@@ -73,11 +75,13 @@ class Agent:
         timeouts: Timeouts,
         on_start: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_start` is called first in the control thread, which lives for as long as this rank takes part."""
+        """`leader` is where the leader of the replica listens, None if it has one rank, and `leader_socket` is what
+        rank 0 hands to the leader for that. `on_start` is called first in the control thread, which lives for as long
+        as this rank takes part."""
         self.data_plane = data_plane
         self.replica, self.shard = replica, shard
         self._coordinator, self._credentials = coordinator, credentials
-        self._leader_address, self._leader_socket = leader, leader_socket
+        self._ranks = ranks
         self._me = NamedRank.of(replica, shard, leader)
         self._turn = turn(shard, ranks, timeouts.heartbeat)
         self._sock, self.address = sock, address
@@ -85,13 +89,14 @@ class Agent:
         self._node = n.RankNode(replica, shard, address, timeouts, replicas)
         self._lock = threading.Lock()  # guards the nodes; never held during a wait
         self._loop = event_loop()
-        # Rank 0 leads: it knows where all are.
-        self._directory = Directory(leader, credentials, self._loop) if shard and leader is not None else None
+        self._directory = None if leader is None else Directory(leader, credentials, self._loop)
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
         self._on_start = on_start
-        self._leading: LeaderDriver | None = None  # in rank 0
+        self._leading: LeaderDriver | None = None  # in this process
         self._joined_to: Joined | None = None
-        if shard == 0:
+        self._leader_socket = leader_socket
+        self._own_leader: OwnLeader | None = None  # a process that this rank has started
+        if ranks == 1:
             node = LeaderNode(replica, secrets.token_hex(8), ranks, timeouts, state_of)
             self._leading = LeaderDriver(
                 *(node, self._me, credentials, coordinator, address.host, timeouts),
@@ -155,7 +160,25 @@ class Agent:
     # -- the user's threads --------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Start the control thread, and the leader if this is rank 0 of several. Raises `JoinError`."""
+        if self._leader_socket is not None:
+            self._start_leader(self._leader_socket)
         self._thread.start()
+
+    def _start_leader(self, listening: socket.socket) -> None:
+        what = self._me, self._ranks, self._coordinator, self._credentials, self._timeouts, self.address
+        try:
+            self._own_leader = OwnLeader(*what, listening)
+        except OSError as error:
+            raise JoinError(
+                f"the process of the leader of its replica cannot be started: {error.strerror or error}; raise the "
+                "limit on processes (ulimit -u) or on open files (ulimit -n)"
+            ) from None
+
+    @property
+    def leader_pid(self) -> int:
+        """The process of the leader that this rank has started; 0 if there is none, or it has not begun."""
+        return 0 if self._own_leader is None else self._own_leader.pid
 
     def register(self, timeout: float) -> bool:
         """Block until this rank runs in the first view of a job (True), or a running job knows it (False). In the
@@ -359,12 +382,13 @@ class Agent:
                 task.cancel()
             with contextlib.suppress(Exception):
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            ports = [sock for sock in (self._sock, self._leader_socket) if sock is not None]
             # No process is to be found here any more.
-            for close in (self._peers.close, *(port.close for port in ports), self._loop.close):
+            for close in (self._peers.close, self._sock.close, self._loop.close):
                 with contextlib.suppress(OSError):  # the script has closed its descriptor
                     close()
             self._witness.dismiss()
+            if self._own_leader is not None:
+                self._own_leader.dismiss()
 
     def _ended(self, error: BaseException) -> None:
         """Fail all that waits for this thread, which ends by itself."""
@@ -376,7 +400,7 @@ class Agent:
             self._end(reason, m.Ending.FAILED)
 
     def _from_up(self, message: m.AnyMessage) -> None:
-        if isinstance(message, m.Welcome):
+        if isinstance(message, m.Welcome) and self.shard:  # the leader is beside rank 0
             self._witness.call(message.processes)
         self._do(self._node.from_up, message)
 
@@ -398,10 +422,9 @@ class Agent:
         self._do(self._node.failed, why_broken(error))
 
     async def _main(self) -> None:
-        name = self.address.nonce
-        listeners = [Listener(self._sock, self._credentials, self._incoming.serve, name=name)]
-        if self._leader_socket is not None:
-            listeners.append(Listener(self._leader_socket, self._credentials, self._incoming.serve, name=name))
+        self._listener = Listener(self._sock, self._credentials, self._incoming.serve, name=self.address.nonce)
+        if self._own_leader is not None:
+            self._spawn(self._watch_leader(self._own_leader))
         if self._leading is None or self._joined_to is None:
             self._up.open(self._from_up)
         else:
@@ -413,6 +436,7 @@ class Agent:
                 over=lambda: self._up.link is None or self._knows_job,
                 alone=lambda: self._leading is not None or not self._is_up,  # else the leader tells it
                 tell=self._hopeless,
+                started=started(),
             )
         )
         while True:
@@ -428,8 +452,28 @@ class Agent:
             self._do(self._node.beat, now)
             self._do(self._node.tick, now)
 
-    async def _lead(self, channel: Channel, opening: handshake.Opening) -> bool:
-        return self._leading is not None and await self._leading.serve(channel, opening)
+    async def _watch_leader(self, leader: OwnLeader) -> None:
+        """End with the leader: the ranks of a replica and their leader live and die together. The others connect to
+        nobody any more, and the coordinator hears it from here."""
+        why = await leader.ended()
+        if self._node.machine.phase is Phase.FAILED:
+            return
+        self._up.close()
+        await leaderless.tell(self._coordinator, self._credentials, self.replica, self._node.machine.incarnation, why)
+        self._do(self._node.failed, f"replica {self.replica} cannot go on: {why}")
+
+    def _lead(self, channel: Channel, opening: handshake.Opening) -> bool:
+        """Take a call from a coordinator that has replaced another one, and tells where it can be reached."""
+        if opening.purpose != "coordinator":
+            return False
+        with channel:
+            host = str(opening.fields.get("host", channel.getpeername()[0]))
+            self._coordinator = host, handshake.number(opening.fields, "port", least=1, most=65535)
+        if self._leading is not None:
+            self._leading.called(self._coordinator)
+        elif self._up.link is not None:
+            self._up.link.send(m.CoordinatorAt(*self._coordinator))
+        return True
 
     def _hopeless(self, told: m.Removed) -> None:
         if self._leading is not None:

@@ -185,6 +185,13 @@ class Coordinator:
         script = ScriptEnd.with_code(code)
         return self._suspects.accuse(Accusation(life, 0, replica, str(script), own=True, script=script), now)
 
+    def leaderless(self, replica: int, incarnation: str, reason: str, now: float) -> list[Action]:
+        """Note that the leader of a replica has ended, as its rank 0 says, which ends with it."""
+        if self.known.done or self.known.unfit:
+            return []
+        self.known.ran.at(now)
+        return self._suspects.suspected(replica, m.Suspect(replica, incarnation, reason, proof=True), now)
+
     def drain(self) -> list[Action]:
         """Let all members leave at one common step boundary, and turn joiners away."""
         self.known.draining = True

@@ -50,7 +50,7 @@ from ftcomm.control.sealed import Keys
 from ftcomm.control.tls import NoTls, Session, Tls, is_hello
 from ftcomm.control.views import Address
 
-VERSION = 15
+VERSION = 16
 MAX_HANDSHAKE = 4096  # bytes
 NONCE = 16  # bytes
 FILLER = 3600  # bytes

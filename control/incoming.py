@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
@@ -33,7 +33,7 @@ class IncomingConnections:
         node: RankNode,
         timeouts: Timeouts,
         do: Callable[..., None],
-        lead: Callable[[Channel, handshake.Opening], Awaitable[bool]],
+        lead: Callable[[Channel, handshake.Opening], bool],
     ) -> None:
         self._node, self._timeouts, self._do, self._lead = node, timeouts, do, lead
         self.handlers: dict[str, Handler] = {}  # by purpose
@@ -46,7 +46,7 @@ class IncomingConnections:
             channel.close()
         elif opening.purpose in self.handlers:
             await self._hand_over(channel, opening)
-        elif not await self._lead(channel, opening):
+        elif not self._lead(channel, opening):
             drop("purpose", f"a connection for {opening.purpose!r}, which nothing here serves")
             channel.close()
 

@@ -87,10 +87,12 @@ class Leader:
         ranks: int,
         timeouts: Timeouts,
         state: Callable[[Address], str] = lambda there: "",
+        processes: str = "",
     ) -> None:
-        """`state` tells what a process does, where this host can see it (`ftcomm.control.liveness.state_of`)."""
+        """`state` tells what a process does, where this host can see it (`ftcomm.control.liveness.state_of`).
+        `processes` are those whose end the leader sees by itself (`Address.processes`)."""
         self.detector: Detector[int] = Detector(timeouts.unheard)  # the ranks of other processes, by shard
-        self._state = state
+        self._state, self._processes = state, processes
         self._timeouts = timeouts
         self.replica = replica
         self.incarnation = incarnation
@@ -311,11 +313,6 @@ class Leader:
     @property
     def _stands_in(self) -> int:
         return self._ready_in if self.ready and not self.epoch else self.loop
-
-    @property
-    def _processes(self) -> str:
-        here = self.addresses.get(0)
-        return here.processes if here is not None else ""
 
     def _again(self, shard: int) -> list[Action]:
         """Repeat to a rank with a new connection what may have been lost. The rank repeats its own part, too."""

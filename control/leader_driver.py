@@ -24,7 +24,7 @@ from ftcomm.control.witness import PURPOSE
 
 class LeaderDriver:
     """Runs in an event loop. `do(event, *args)` tells the node of an event and carries out its actions, `spawn` runs a
-    task whose error ends this process, `trains` says whether rank 0 is in a view, as far as this process knows.
+    task whose error ends this process, `trains` says whether the replica is in a view.
 
     `up` is the link to the coordinator, `ranks` are the connections of the ranks that have said who they are, by
     shard."""
@@ -47,15 +47,34 @@ class LeaderDriver:
         self.up = UpwardLink(
             *(me, "coordinator", coordinator, credentials, "leader", me.fields, host),
             on_open=lambda: do(node.opened),
-            on_lost=lambda *why: do(node.lost),
+            on_lost=self._lost,
             trains=trains,
         )
         self._once = EncodedOnce()
         self.ranks: dict[int, Told] = {}
+        self._left = asyncio.Event()  # the connection of a rank has ended
 
     def open(self) -> None:
         """Connect to the coordinator."""
-        self.up.open(lambda message: self._do(self.node.from_coordinator, message))
+        self.up.open(self._received)
+
+    def _received(self, message: m.AnyMessage) -> None:
+        if isinstance(message, m.Queued):
+            self.up.queued(message.reason, message.stage)
+        self._do(self.node.from_coordinator, message)
+
+    def _lost(self, reason: str, refused: bool, here: bool) -> None:
+        if self.node.leader.ranks == 1:  # that rank reads the news in `up`
+            self._do(self.node.lost)
+            return
+        self._do(self.node.lost, m.Queued(*self.up.news))
+        if isinstance(self.up.refused, handshake.Refused):  # any other refusal may be forged, so the link tries again
+            self._do(self.node.refused, str(self.up.refused))
+
+    def called(self, there: tuple[str, int]) -> None:
+        """Take a call from a coordinator that has replaced another one, and tells where it can be reached."""
+        if self.up.link is not None:
+            self.up.link.redirect(there)
 
     def carry_out(self, action: ToCoordinator | ToRank) -> None:
         if isinstance(action, ToCoordinator):
@@ -72,14 +91,29 @@ class LeaderDriver:
             if seconds is not None:
                 self._do(self.node.rank_acknowledged, shard, now - seconds)
 
+    async def closed(self, shard: int) -> None:
+        """Wait until there is no connection of a rank."""
+        while shard in self.ranks:
+            self._left.clear()
+            await self._left.wait()
+
+    async def flushed(self) -> None:
+        """Wait until the kernel has all that was said."""
+        ways = [way.flushed() for way in self.ranks.values()]
+        up = [] if self.up.link is None else [self.up.link.flushed()]
+        await asyncio.gather(*ways, *up)
+
+    def close(self) -> None:
+        self.up.close()
+        for way in self.ranks.values():
+            way.close()
+
     async def serve(self, channel: Channel, opening: handshake.Opening) -> bool:
         """Serve a connection for its purpose, and own the channel; or return that it is not for a leader."""
         if opening.purpose == "rank":
             ours, most = self.node.leader.replica, self.node.leader.ranks - 1
             handshake.number(opening.fields, "replica", least=ours, most=ours)
-            await self._serve_rank(channel, handshake.number(opening.fields, "shard", least=1, most=most))
-        elif opening.purpose == "coordinator":
-            self._called(channel, opening.fields)
+            await self._serve_rank(channel, handshake.number(opening.fields, "shard", most=most))
         elif opening.purpose == PURPOSE:
             self._witnessed(channel, opening.fields)
         elif opening.purpose == directory.PURPOSE:
@@ -87,13 +121,6 @@ class LeaderDriver:
         else:
             return False
         return True
-
-    def _called(self, channel: Channel, fields: handshake.Fields) -> None:
-        """Take a call from a coordinator that has replaced another one, and tells where it can be reached."""
-        host, port = fields.get("host", channel.getpeername()[0]), handshake.number(fields, "port", least=1, most=65535)
-        channel.close()
-        if (up := self.up.link) is not None:
-            up.redirect((str(host), port))
 
     def _witnessed(self, channel: Channel, fields: handshake.Fields) -> None:
         """Believe the kernel of a rank's host that the rank's process has ended."""
@@ -114,11 +141,15 @@ class LeaderDriver:
                     return
                 greeted.append(told[0])
                 self.ranks[shard] = told[0]
-            self._do(self.node.from_rank, shard, message, time.monotonic())
+            if isinstance(message, m.CoordinatorAt):
+                self.called((message.host, message.port))
+            else:
+                self._do(self.node.from_rank, shard, message, time.monotonic())
 
         why = await serve_messages(channel, received, lambda writer: told.append(Told(writer, self._once, shard)))
         if greeted and self.ranks.get(shard) is greeted[0]:  # otherwise the rank has connected again
             del self.ranks[shard]
+            self._left.set()
             self._spawn(self._seek(shard, why))
 
     async def _seek(self, shard: int, why: str) -> None:
@@ -136,7 +167,7 @@ class LeaderDriver:
                 if shard in self.ranks:
                     return
                 if outcome is ProbeOutcome.ENDED:
-                    self._do(self.node.rank_lost, shard, why)
+                    self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended")
                     return
                 if outcome is ProbeOutcome.REFUSED:
                     self._do(self.node.rank_refused, shard, why)

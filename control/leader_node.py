@@ -1,5 +1,6 @@
 """All that the leader of a replica does in the control plane. It is pure. It holds the `Leader`, and knows what must be
-told when, and what again. It runs in the process of rank 0 (`ftcomm.control.joined`).
+told when, and what again. It runs in a process of its own (`ftcomm.control.leader_process`); in that of rank 0, if the
+replica has no other rank (`ftcomm.control.joined`).
 
     coordinator   the connection to it
     ranks         the connections of all ranks of the replica. Rank 0 has the links to the other leaders, so what goes
@@ -20,6 +21,8 @@ from ftcomm.control.views import Address, View
 
 Action = ToCoordinator | ToRank
 
+NOT_ALL = m.Queued("not all ranks of this replica have started yet", m.Stage.WAITING)
+
 
 class LeaderNode:
     """The state machine of the leader of one replica. Not thread-safe. Times are seconds of any origin. Every method
@@ -32,9 +35,10 @@ class LeaderNode:
         ranks: int,
         timeouts: Timeouts,
         state: Callable[[Address], str] = lambda there: "",
+        processes: str = "",
     ) -> None:
-        """`state` is as of `Leader`."""
-        self.leader = lead.Leader(replica, incarnation, ranks, timeouts, state)
+        """`state` and `processes` are as of `Leader`."""
+        self.leader = lead.Leader(replica, incarnation, ranks, timeouts, state, processes)
         self._timeouts = timeouts
         self._up = False  # there is a connection to the coordinator
         self._outbox = Outbox()
@@ -43,24 +47,35 @@ class LeaderNode:
         self._heard_at = 0.0  # in `_ran`, when it last did
         self._waits = m.BoundaryWaits()  # as rank 0 was told
         self._told_finished = False
+        self._news: m.Queued | None = None  # of a connection to the coordinator that is down
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 
     def opened(self) -> list[Action]:
         """Note that the connection to the coordinator is there, for the first time or again."""
         # That is no sign of it: a coordinator that sends nothing decides nothing, as its views are older than the job.
-        self._up = True
+        self._up, self._news = True, None
         join = self.leader.join()
         if join is None:
-            return [ToRank(0, m.Queued("not all ranks of this replica have started yet", m.Stage.WAITING))]
+            return [ToRank(0, NOT_ALL)]
         finished = [m.Finished(True)] if self.leader.finished else []
         late = self._outbox.late(self.leader.view)  # what the coordinator may have missed
         return [ToCoordinator(message) for message in (join, *finished, *late)]
 
-    def lost(self) -> list[Action]:
-        """Note that the connection to the coordinator is down. It may be away; the replica trains on."""
+    def lost(self, news: m.Queued | None = None) -> list[Action]:
+        """Note that the connection to the coordinator is down. It may be away; the replica trains on. Ranks that are in
+        no view are told the `news` of it."""
         self._up = False
-        return []
+        if news is None or news == self._news or self.leader.view is not None:
+            return []
+        self._news = news
+        return [ToRank(shard, news) for shard in range(self.leader.ranks)]
+
+    def refused(self, reason: str) -> list[Action]:
+        """Note that the coordinator refuses this replica, and would do so again."""
+        if self.leader.view is not None:
+            return []  # the process at its address may know nothing of the job
+        return self._do(self.leader.from_coordinator(m.Removed(reason)))
 
     def from_coordinator(self, message: m.Message) -> list[Action]:
         self._heard = True
@@ -86,7 +101,18 @@ class LeaderNode:
             return self._do(self.leader.from_leader(message)) if shard == 0 else []
         if isinstance(message, m.Linked):
             return self._do(self.leader.again(message.replica)) if shard == 0 else []
+        if isinstance(message, m.Hello):
+            return self._greeted(shard, message)
         return self._do(self.leader.from_rank(shard, message))
+
+    def _greeted(self, shard: int, hello: m.Hello) -> list[Action]:
+        """Take in a rank, for the first time or again, and repeat what is told to it alone."""
+        if shard == 0:
+            self._waits, self._told_finished = m.BoundaryWaits(), False
+        actions = self._do(self.leader.from_rank(shard, hello))
+        not_all = NOT_ALL if shard == 0 and self._up and len(self.leader.addresses) < self.leader.ranks else None
+        news = self._news or not_all
+        return [*actions, ToRank(shard, news)] if news is not None and self.leader.view is None else actions
 
     def rank_acknowledged(self, shard: int, at: float) -> list[Action]:
         """Note that the kernel of a rank answers, whatever its process does."""

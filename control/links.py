@@ -76,12 +76,14 @@ class _Messages(asyncio.Protocol):
     ) -> None:
         self._channel, self._on_message, self._writer_ready, self._decode = channel, on_message, writer_ready, decode
         self._views = ViewsReceived()
+        self._writable = asyncio.Event()
+        self._writable.set()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it ended
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         try:
-            self._writer_ready(wire.Writer(self._channel, transport))
+            self._writer_ready(wire.Writer(self._channel, transport, self._writable))
         except OSError as error:
             self._end(error)
         except Exception as error:
@@ -108,10 +110,17 @@ class _Messages(asyncio.Protocol):
         except Exception as error:
             drop("internal", f"{type(message).__name__}: {error!r}", error=error)
 
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
     def eof_received(self) -> None:
         self._end(None)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._writable.set()
         self._end(error)
 
     def _end(self, error: Exception | None) -> None:
@@ -127,7 +136,7 @@ class Told:
     def __init__(self, writer: wire.Writer, once: EncodedOnce, shard: int | None = None) -> None:
         """`once` is common to all connections of the sender; `shard` is as in `ViewsSent`."""
         self._writer, self._once, self._sent = writer, once, ViewsSent(shard)
-        self.unanswered, self.close = writer.unanswered, writer.close
+        self.unanswered, self.flushed, self.close = writer.unanswered, writer.flushed, writer.close
 
     def send(self, message: m.Message) -> None:
         self._writer.write(self._once.encode(message, self._sent))
@@ -177,6 +186,11 @@ class Link:
     def send(self, message: m.Message) -> None:
         if self._writer is not None:
             self._writer.write(m.encode(message))
+
+    async def flushed(self) -> None:
+        """Wait until the kernel has all that was sent, or the connection has ended."""
+        if self._writer is not None:
+            await self._writer.flushed()
 
     def redirect(self, address: tuple[str, int]) -> None:
         """Reach the other side at `address` from now on. The caller there has no connection of ours. So the present

@@ -64,10 +64,15 @@ def state(pid: int) -> str:
     return ""
 
 
-def lived() -> float:
-    """Returns for how many seconds this process has run, also those in which it was stopped."""
-    started = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+def started() -> float:
+    """Returns when this process has started, in seconds since this host has."""
+    ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def lived_since(start: float) -> float:
+    """Returns the seconds since `start`, a time as of `started`; also those in which a process was stopped."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start
 
 
 def is_ending(there: Address) -> bool:
@@ -134,6 +139,14 @@ def described(seconds: float, state: str = "") -> str:
         "t": "a debugger has stopped it; raise FTCOMM_OP_TIMEOUT to debug",
     }
     return f"its process lives but has not spoken for {seconds:.0f} s: {why.get(state, _RUNS)}"
+
+
+def leader_described(seconds: float) -> str:
+    """Describes the leader of a replica of several ranks, which is a process of its own, as `described` does a rank."""
+    return (
+        f"its leader, a process beside its rank 0, lives but has not spoken for {seconds:.0f} s: it is stopped, or its "
+        "machine is overloaded; continue it, or raise FTCOMM_OP_TIMEOUT"
+    )
 
 
 _RUNS = (

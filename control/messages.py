@@ -1,9 +1,10 @@
 """Every message of the control plane, as typed structs in msgpack.
 
-Who speaks to whom (a rank's Member machine lives beside the user's code, the Leader of a replica beside its rank 0):
+Who speaks to whom (a rank's Member machine lives beside the user's code, the Leader of a replica in a process of its
+own):
 
     Coordinator  <->  Leader      Join, Heartbeat, Promise, Installed, ... / NewView, Prepare, Removed, ...
-    Leader       <->  Member      the same, for each rank of its replica; in process for rank 0
+    Leader       <->  Member      the same, for each rank of its replica; in process if it has one rank
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary; it goes through
                                   the links of rank 0 of each replica
     Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive,
@@ -371,6 +372,13 @@ class BoundaryWaits(Message, frozen=True):
     ranks: Annotated[tuple[t.Shard, ...], t.MANY] = ()
 
 
+class CoordinatorAt(Message, frozen=True):
+    """A coordinator that has replaced another one has called this rank: it is reached there."""
+
+    host: t.Name
+    port: t.Port
+
+
 class AllFinished(Message, frozen=True):
     """The scripts of all ranks of the replica have ended well. Rank 0 waits for that."""
 
@@ -479,6 +487,7 @@ AnyMessage = (
     | ForLeader
     | Linked
     | BoundaryWaits
+    | CoordinatorAt
     | AllFinished
     | MemberProgress
     | Alive

@@ -125,7 +125,7 @@ class Prober:
 
     async def outcome(self, probe: Probe, purpose: str, fields: handshake.Fields, timeout: float) -> ProbeOutcome:
         """Carry out `probe`, or wait for the one that is under way. See `ProbeConnection.outcome`."""
-        question = dataclasses.replace(probe, call=False)
+        question = dataclasses.replace(probe, call=False, also=None)
         connection = self._connections.get(question)
         if connection is None or connection.over:
             connection = self._connections[question] = ProbeConnection(

@@ -83,6 +83,7 @@ Action = (
 
 
 Life = tuple[int, str]  # (replica, incarnation)
+KEPT = 16  # the newest messages of each other leader that are kept; only those of the last proposals matter
 NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
@@ -110,6 +111,7 @@ class RankNode:
         self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
         self._boundary_waits = m.BoundaryWaits()  # for whom the leader waits, as it tells rank 0
         self._all_finished = False  # and that all ranks have finished
+        self._from_leaders: dict[int, list[m.Boundary]] = {}  # in rank 0: what they have said, by replica
         self._dials = FailedDials(timeouts.op)
         self._short = False  # this process lacks what it needs to reach members
         self._unreachable: set[int] = set()  # replicas whose memory this rank fails to reach
@@ -129,6 +131,7 @@ class RankNode:
         """Note that the connection to the leader is there, for the first time or again."""
         self._up, self._up_refused = True, False
         self._from_above = True  # its process has just answered, though it may never send a message
+        self._boundary_waits = m.BoundaryWaits()  # it tells them again
         hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
         late = self._outbox.late(self.machine.view)
         return [Up(hello), *self._said_again(), *(Up(message) for message in late)]
@@ -138,7 +141,17 @@ class RankNode:
         again: list[m.Message] = list(self._lasting.values())
         if self.view is not None:
             again.append(m.Installed(self.view.epoch))
-        return [Up(message) for message in (*again, *self.machine.asked())]
+        return [Up(message) for message in (*again, *self.machine.asked(), *self._between_leaders())]
+
+    def _between_leaders(self) -> list[m.Message]:
+        """Returns what rank 0 repeats to its leader: what the other leaders have said, and that there are links to
+        them, as what its own one has said may have been lost, too."""
+        if self.shard != 0 or self.machine.view is None:
+            return []
+        others = [replica for replica in self.machine.view.replicas if replica != self.machine.replica]
+        kept = (message for replica in others for message in self._from_leaders.get(replica, ()))
+        said = [message for message in kept if message.epoch >= self._epoch()]
+        return [*said, *(m.Linked(replica) for replica in others)]
 
     def up_lost(self, reason: str, refused: bool = False, here: bool = False) -> list[Action]:
         """Note that the connection to the leader is down. With `refused` it cannot be made again since no process
@@ -183,8 +196,17 @@ class RankNode:
         if isinstance(message, m.Boundary) and self.shard == 0:
             for life in self._lives((message.replica,)):
                 self._at_boundary.pop(life, None)
+            self._keep(message)
             return [Up(message)]
         return []
+
+    def _keep(self, said: m.Boundary) -> None:
+        """Keep what the leader of another member has said, in case that the connection to the own one breaks."""
+        view = self.machine.view
+        if view is not None and said.replica in view.replicas:
+            before = self._from_leaders.get(said.replica, ())
+            kept = [x for x in before if x.epoch >= said.epoch and x.proposal != said.proposal]
+            self._from_leaders[said.replica] = [*kept, said][-KEPT:]
 
     def peer_opened(self, replica: int) -> list[Action]:
         """Note that the link to a replica is there, for the first time or again, and repeat what may have been lost."""

@@ -9,7 +9,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.blame import FRESH, Culprit, Removal
 from ftcomm.control.coordinator_actions import Action, Close, Log, Persist, Send
 from ftcomm.control.known_job import KnownJob
-from ftcomm.control.liveness import described
+from ftcomm.control.liveness import described, leader_described
 from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.suspects import Suspects
 from ftcomm.control.timeouts import REPORT
@@ -99,10 +99,16 @@ class Removals:
         lately = max(known.timeouts.op_floor, FRESH + REPORT)
         held = {replica for replica, last in known.held_up.items() if ran - last <= lately}
         # A member that was mute before this process stood still, and has not spoken since, is so as far as is known.
-        for replica, seconds in ({x: unheard[x] for x in held & unheard.keys()} | mute).items():
-            member = known.view.member(replica)
-            says[replica] = described(seconds, self._state(member.ranks[0]) if member is not None else "")
+        quiet = {replica: seconds for replica, seconds in unheard.items() if replica in held} | mute
+        says.update((replica, self._described(replica, seconds)) for replica, seconds in quiet.items())
         return known.blame.culprit(ran, known.view.contributing, present, says, held | unheard.keys())
+
+    def _described(self, replica: int, seconds: float) -> str:
+        """Describe a member that lives and has not spoken for so many seconds."""
+        member = self._known.view.member(replica) if self._known.view is not None else None
+        if member is not None and len(member.ranks) > 1:
+            return leader_described(seconds)
+        return described(seconds, self._state(member.ranks[0]) if member is not None else "")
 
     def _ask(self) -> list[Action]:
         """Ask all members for whom they wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import secrets
@@ -16,7 +17,7 @@ from typing import Any
 
 from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
-from ftcomm.control import handshake, links, wire
+from ftcomm.control import handshake, leaderless, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.dropped import drop
 from ftcomm.control.links import Listener, Told, serve_messages
@@ -233,6 +234,12 @@ class CoordinatorServer:
             self._do(self._machine.unstarted(rank, reason, bool(lasting), self._here, time.monotonic()))
             channel.close()
             return
+        if opening.purpose == leaderless.PURPOSE and self._machine is not None:
+            replica, life = handshake.number(opening.fields, "replica"), handshake.text(opening.fields, "life")
+            reason = handshake.text(opening.fields, "reason")
+            self._do(self._machine.leaderless(replica, life, reason, time.monotonic()))
+            channel.close()
+            return
         if opening.purpose == HOPELESS and self._machine is not None:
             await self._answer(channel, opening.fields)
             return
@@ -308,14 +315,16 @@ class CoordinatorServer:
         machine = self._machine
         purpose = "asked"
         fields: handshake.Fields = {}
+        probes = [probe]
         if probe.call and all(
             leader.replica != probe.life[0] for leader in self._here.values()
         ):  # it may still hold a connection to an earlier coordinator
             purpose = "coordinator"
             fields = {"port": self._port.number} if self._anywhere else {"host": self._host, "port": self._port.number}
+            probes += [] if probe.also is None else [dataclasses.replace(probe, shard=1, address=probe.also)]
         # An accused process has that long to answer; a silent one is probed again in any case.
         timeout = KERNEL if probe.why in (Why.ACCUSED, Why.SEVERED) else self._presence
-        outcome = await self._prober.outcome(probe, purpose, fields, timeout)
+        outcome, *_ = await asyncio.gather(*(self._prober.outcome(x, purpose, fields, timeout) for x in probes))
         if machine is not None and machine is self._machine:
             self._do(machine.probed(probe, outcome, time.monotonic()))
 

@@ -53,7 +53,8 @@ class Probe:
     """Probe the process at `address`, and report the outcome by `probed`. It is about rank `shard` of that life.
 
     With `call`, if it answers and that replica is not connecting yet, tell it there where this coordinator is: it may
-    still hold a connection to an earlier one.
+    still hold a connection to an earlier one. The rank at `also` is told so, too, and so its leader is, if the process
+    at `address` holds its interpreter.
     """
 
     why: Why
@@ -61,6 +62,7 @@ class Probe:
     shard: int
     address: Address
     call: bool = False
+    also: Address | None = None
 
 
 class Conclusion(enum.Enum):
@@ -125,8 +127,9 @@ class Suspicions:
         elif search.probing or now - search.last < min(PAUSE, search.last - search.begun):
             return []
         search.last, search.probing = now, True
-        # After `PAUSE` it will not connect by itself.
-        return [Probe(Why.SEARCH, life, 0, member.ranks[0], away and now - search.begun >= PAUSE)]
+        call = away and now - search.begun >= PAUSE  # it will not connect by itself
+        also = member.ranks[1] if call and len(member.ranks) > 1 else None
+        return [Probe(Why.SEARCH, life, 0, member.ranks[0], call, also)]
 
     def heard(self, life: Life) -> None:
         """Note that a process speaks."""

@@ -267,10 +267,11 @@ async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: 
 
 
 class Writer:
-    """The sending side of a `Channel` in asyncio, for one event loop."""
+    """The sending side of a `Channel` in asyncio, for one event loop. `writable` is cleared as long as the protocol of
+    the transport is told to pause, and set at its end."""
 
-    def __init__(self, channel: Channel, transport: asyncio.WriteTransport) -> None:
-        self._channel, self._transport = channel, transport
+    def __init__(self, channel: Channel, transport: asyncio.WriteTransport, writable: asyncio.Event) -> None:
+        self._channel, self._transport, self._writable = channel, transport, writable
         self._sock = transport.get_extra_info("socket")
 
     def write(self, data: bytes) -> None:
@@ -284,6 +285,11 @@ class Writer:
             self._transport.abort()
         elif not self._transport.is_closing():  # a closing one would count a record that is never sent
             self._transport.write(self._channel.record(data))
+
+    async def flushed(self) -> None:
+        """Wait until the kernel has all that was written, or the connection has ended."""
+        self._transport.set_write_buffer_limits(high=0)
+        await self._writable.wait()
 
     def unanswered(self) -> float | None:
         """The seconds for which the kernel at the other end has not answered, as in `ftcomm.control.liveness`."""

@@ -105,6 +105,7 @@ class Group(Calls):
         self._p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, self._engine.slots)
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
+        died = "its process died" if leader is None else f"the process of its rank {settings.shard} died"
         self._communicator = communicator = Communicator(
             ALL,
             self.replica,
@@ -113,7 +114,7 @@ class Group(Calls):
             self._p2p,
             Terms((settings.host, port), settings.data, settings.algorithm, settings.tuning, settings.rack),
             GroupKind.JOB,
-            on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
+            on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, died, proof=True),
         )
         self._segment, self._exchange = communicator.segment, communicator.exchange
         data_plane = LocalDataPlane(
@@ -164,8 +165,8 @@ class Group(Calls):
 
     def _join(self) -> None:
         self._engine.warm()
-        self._agent.start()
         try:
+            self._agent.start()
             with self._recorder.phase(PhaseKind.JOIN):
                 runs = self._agent.register(self.settings.init_timeout)
         except JoinError as error:

@@ -17,6 +17,7 @@ from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
 from tests.idle_data_plane import IdleDataPlane
+from tests.leader_rig import Led
 from tests.peers_rig import CREDENTIALS, DEADLINE
 
 
@@ -70,6 +71,7 @@ class Job:
         self._timeouts = timeouts or Timeouts.derive(60.0, 10.0)
         self._events: list[dict[str, object]] = []
         self._agents: list[Agent] = []
+        self._leaders: list[Led] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.server = CoordinatorServer(
@@ -87,7 +89,7 @@ class Job:
         nonce = f"{replica:016x}{rank:016x}"
         made = Agent(
             IdleDataPlane(),
-            coordinator=("127.0.0.1", int(self.server.endpoint.rpartition(":")[2])),
+            coordinator=self.coordinator,
             credentials=CREDENTIALS,
             replica=replica,
             shard=rank,
@@ -102,11 +104,23 @@ class Job:
         made.start()
         return made
 
+    def led(self, replica: int = 0) -> Led:
+        """The leader of a replica of several ranks, in a thread of the test."""
+        made = Led(self.coordinator, CREDENTIALS, self._timeouts, self._ranks, replica)
+        self._leaders.append(made)
+        return made
+
+    @property
+    def coordinator(self) -> tuple[str, int]:
+        return "127.0.0.1", int(self.server.endpoint.rpartition(":")[2])
+
     def events_of(self, *kinds: str) -> list[dict[str, object]]:
         return [event for event in self._events if event["kind"] in kinds]
 
     def close(self) -> None:
         for agent in self._agents:
             agent.stop()
+        for leader in self._leaders:
+            leader.close()
         self.do(self.server.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -105,7 +105,7 @@ NO_MESSAGE = {
 
 
 @contextlib.contextmanager
-def an_agent(ranks: int = 2, coordinator: socket.socket | None = None) -> Iterator[tuple[Agent, tuple[str, int]]]:
+def an_agent(ranks: int = 1, coordinator: socket.socket | None = None) -> Iterator[tuple[Agent, tuple[str, int]]]:
     """Rank 0 of replica 0, which never reaches its coordinator unless there is one, and where it listens."""
     sock, nowhere = listen("127.0.0.1", 0), coordinator or listen("127.0.0.1", 0)
     agent = Agent(

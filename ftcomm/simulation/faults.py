@@ -13,6 +13,7 @@ from ftcomm.simulation.job import Replica, SimulatedJob
 from ftcomm.simulation.missed_boundary import MissedBoundary
 from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.scenario import Scenario
+from ftcomm.simulation.world import Process
 
 _STORM = ("kill", "kill", "power", "freeze", "freeze", "partition", "one-way", "cut", "flap", "flap", "coordinator",
           "mid-decision", "leave", "lonely", "slow", "hold", "hold-all", "cut-off", "reset-all", "stop-coordinator",
@@ -136,7 +137,7 @@ class Faults:
             self.world.after(0.001, None, self._begin_suspended)
             return
         seconds = self.scenario.timeouts.give_up + 1.0
-        for rank in self._everybody():
+        for rank in self._processes():
             self.world.after(0.5 * self.random.random(), None, rank.freeze)
             self.world.after(seconds + 1.5 * self.random.random(), None, self._thaw, rank)
         if self.random.random() < 0.5:
@@ -245,6 +246,8 @@ class Faults:
                 self.world.say("chance", "breaks the connections upwards of replica %s", one.number)
                 for rank in one.ranks if self.random.random() < 0.5 else one.ranks[:1]:
                     rank.break_up_link()
+                if one.leader is not None:
+                    one.leader.break_up_link()
         elif kind == "flap":
             self._flap(replica)
         elif kind == "leave":
@@ -361,10 +364,14 @@ class Faults:
         if coordinator is not None:
             seconds = self.random.choice((0.01, 0.3, 3.0))
             self.world.say("chance", "resets and refuses the coordinator's connections for %s s", seconds)
-            self.network.reject([self.scenario.coordinator_host], [*self._everybody(), coordinator], seconds)
+            self.network.reject([self.scenario.coordinator_host], [*self._processes(), coordinator], seconds)
 
     def _everybody(self) -> list[Rank]:
         return [rank for other in self.job.replicas for rank in other.ranks if rank.alive]
+
+    def _processes(self) -> list[Process]:
+        leaders = (other.leader for other in self.job.replicas)
+        return [*self._everybody(), *(leader for leader in leaders if leader is not None and leader.alive)]
 
     def _hosts(self) -> list[int]:
         """Returns the hosts of all ranks."""
@@ -376,16 +383,20 @@ class Faults:
 
     def kill(self, replica: Replica) -> None:
         self.excuse(replica, "killed")
-        self.job.kill(replica, first=self.random.randrange(len(replica.ranks)))
+        first = self.random.randrange(len(replica.ranks) + (replica.leader is not None))
+        if first < len(replica.ranks):
+            self.job.kill(replica, first=first)
+        else:
+            self.job.kill_leader(replica)
 
     def _freeze(self, replica: Replica, seconds: float) -> None:
-        """SIGSTOP to one rank, or to all."""
+        """SIGSTOP to one rank, or to all, the leader among them."""
         if not replica.ranks:
             return  # it has not started yet
         timeouts = self.scenario.timeouts
         if seconds > 0.8 * (timeouts.op_floor + timeouts.grace):
             self.excuse(replica, "stopped", stalls=True)
-        ranks = list(replica.ranks)
+        ranks: list[Process] = [*replica.ranks, *([] if replica.leader is None else [replica.leader])]
         ranks = ranks if self.random.random() < 0.5 else [self.random.choice(ranks)]
         for rank in ranks:
             rank.say("is stopped for %s s", seconds)
@@ -461,7 +472,7 @@ class Faults:
         ways = [way for way in ways if way[0] != way[1]]
         self.world.say("chance", "blocks the paths %s for %s s", ways, seconds)
         number = self.network.partition(
-            ways, [*self._everybody(), *([self.job.coordinator] if self.job.coordinator else [])]
+            ways, [*self._processes(), *([self.job.coordinator] if self.job.coordinator else [])]
         )
         self.world.after(seconds, None, self._heal, number)
 
@@ -482,6 +493,8 @@ class Faults:
                 if self.scenario.kind != "frozen":
                     self._thaw(rank)
                 rank.slow = min(rank.slow, 20.0)
+            if replica.leader is not None and self.scenario.kind != "frozen":
+                self._thaw(replica.leader)
             for script in replica.scripts:
                 script.stuck, script.misses = False, None
         if self.scenario.kind != "quiet":

@@ -14,9 +14,10 @@ from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import View
+from ftcomm.simulation.leader import COORDINATOR, SimulatedLeader
 from ftcomm.simulation.network import SimulatedConnection, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
-from ftcomm.simulation.rank import COORDINATOR, Rank, described
+from ftcomm.simulation.rank import Rank, described
 from ftcomm.simulation.script import Script, Workload
 from ftcomm.simulation.world import Process, World
 
@@ -53,6 +54,9 @@ class SimulatedCoordinator(Process):
         connection.told = ViewsSent()
         connection.closed[1] = lambda reason: self._closed(number)
         return True
+
+    def leaderless(self, replica: int, incarnation: str, reason: str) -> None:
+        self.do(self.machine.leaderless(replica, incarnation, reason, self.clock()))
 
     def _closed(self, number: int) -> None:
         self._conns.pop(number, None)
@@ -118,6 +122,7 @@ class Replica:
     def __init__(self, number: int, hosts: tuple[int, ...]) -> None:
         self.number, self.hosts = number, hosts
         self.ranks: list[Rank] = []
+        self.leader: SimulatedLeader | None = None  # a process of its own, if there are several ranks
         self.scripts: list[Script] = []
         self.running = False
         self.over = False
@@ -229,7 +234,7 @@ class SimulatedJob:
         replica.ranks = []
         replica.scripts = []
         ports = self._ports
-        self._ports += scenario.ranks
+        self._ports += scenario.ranks + (scenario.ranks > 1)
         for index in range(scenario.ranks):
             rank = Rank(
                 world,
@@ -242,7 +247,7 @@ class SimulatedJob:
                 host=replica.hosts[index],
                 incarnation=incarnation,
                 port=ports + index,
-                leader_port=ports,
+                leader_port=ports + scenario.ranks,
                 timeouts=self.timeouts,
                 burst=scenario.burst,
                 pace=scenario.pace,
@@ -254,11 +259,32 @@ class SimulatedJob:
             rank.slow = scenario.slow.get(replica.number, 1.0)
             self.network.listeners[rank.port] = rank
             replica.ranks.append(rank)
+        if scenario.ranks > 1:
+            replica.leader = self._start_leader(replica.ranks[0], ports + scenario.ranks)
         for rank in replica.ranks:
             script = Script(rank, self.work)
             replica.scripts.append(script)
             rank.start()
             rank.run(script.train())
+
+    def _start_leader(self, rank: Rank, port: int) -> SimulatedLeader:
+        assert rank.leader is not None
+        leader = SimulatedLeader(
+            *(self.world, self.network, rank.leader, rank.host, self.timeouts), on_end=self.network.end
+        )
+        leader.rate, leader.offset = rank.rate, rank.offset  # the same kernel's clock
+        self.network.listeners[port] = leader
+        leader.start()
+        return leader
+
+    def kill_leader(self, replica: Replica) -> None:
+        """Kill the leader; its rank 0 sees that a moment later."""
+        leader = replica.leader
+        if leader is not None and leader.alive:
+            leader.say("dies")
+            self.network.end(leader)
+            rank = replica.ranks[0]
+            self.world.after(0.0005 * (1 + self.world.random.random()), rank, rank.leader_ended)
 
     def kill(self, replica: Replica, *, power: bool = False, first: int = 0, child: float = 0.0) -> None:
         """Rank `first`, and the launcher then ends the others. `child`: see `SimulatedNetwork.end`."""
@@ -268,10 +294,10 @@ class SimulatedJob:
 
     def lose_ports(self, replica: Replica) -> None:
         """End a replica for good; other programs have its ports from then on."""
-        for rank in replica.ranks:
-            if rank.alive:
-                rank.say("dies, and another program listens at its port")
-                self.network.end(rank, port_taken=True)
+        for process in (*replica.ranks, replica.leader):
+            if process is not None and process.alive:
+                process.say("dies, and another program listens at its port")
+                self.network.end(process, port_taken=True)
         replica.running, replica.over = False, True
         self._look()
 
@@ -279,17 +305,24 @@ class SimulatedJob:
         """Take the power from the host of one of its ranks. No launcher hears of that, so its other ranks live on."""
         self._end_rank(replica, replica.ranks[index], power=True)
 
-    def _end_rank(self, replica: Replica, rank: Rank, *, power: bool = False, child: float = 0.0) -> None:
+    def _end_rank(
+        self, replica: Replica, rank: Rank, *, power: bool = False, child: float = 0.0, well: bool = False
+    ) -> None:
         if rank.alive:
             rank.say("dies%s", f", and its child lives for {child:g} s" if child else "")
             self.network.end(rank, power=power, child=child)
             if not power:
                 for watcher in list(rank.watchers):
                     self.world.after(0.0005 * (1 + self.world.random.random()), watcher, watcher.saw_end, rank)
+            leader = replica.leader if rank.index == 0 and rank is replica.ranks[0] else None
+            if leader is not None and leader.alive and power:
+                self.network.end(leader, power=True)
+            elif leader is not None:
+                self.world.after(0.0005 * (1 + self.world.random.random()), leader, leader.rank_0_ended, well)
 
     def _exits(self, replica: Replica, rank: Rank, code: int) -> None:
         rank.say("exits with %s", code)
-        self._end_rank(replica, rank)
+        self._end_rank(replica, rank, well=not code)
         if rank not in replica.ranks or not replica.running:
             return
         replica.codes.append(code)
@@ -309,6 +342,8 @@ class SimulatedJob:
             if replica.lives == life and replica.running:
                 for rank in replica.ranks:
                     self._end_rank(replica, rank)
+                if replica.leader is not None and replica.leader.alive:
+                    self.network.end(replica.leader)
                 replica.running = False
                 for rank in replica.ranks:
                     rank.holds_state = False
@@ -339,6 +374,8 @@ class SimulatedJob:
     def describe(self) -> str:
         lines = []
         for replica in self.replicas:
+            if replica.leader is not None:
+                lines.append(f"{replica.leader.name}: alive={replica.leader.alive} frozen={replica.leader.frozen}")
             for rank in replica.ranks:
                 node = rank.node
                 stream, inflight = rank.exchange.core.stream, rank.exchange.inflight

@@ -1,7 +1,8 @@
 """A simulated process: one rank, with all that is pure of the product in it, driven as the product drives it.
 
 RankNode                  as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
-LeaderNode                in rank 0, as `ftcomm.control.leader_driver` drives it
+LeaderNode                if there is no other rank, as `ftcomm.control.leader_driver` drives it; else see
+                          `ftcomm.simulation.leader`
 ExchangeCore              see `ftcomm.simulation.exchange`: one of the group of all, and one of each subgroup
 DerivedMembership         of a subgroup, see `ftcomm.simulation.subgroup`
 StaticMembership          of a static group, see `ftcomm.simulation.static`
@@ -24,16 +25,15 @@ from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.failed_dials import Cause
 from ftcomm.control.joined import Action, Joined
-from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import FtcommError, RemovedError
 from ftcomm.membership.derived import Left
 from ftcomm.simulation.attacker import Attack
 from ftcomm.simulation.exchange import SimulatedExchange
+from ftcomm.simulation.leader import COORDINATOR
 from ftcomm.simulation.mirror import Mirror, NoConnection
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
@@ -43,7 +43,7 @@ from ftcomm.simulation.world import Process, World
 from ftcomm.transport.peer_cache import PeerCache
 from ftcomm.transport.router import ASK, EARLY, ENTERED, Incoming
 
-COORDINATOR = 1  # its port
+LEADERLESS = 1.0  # s in which a coordinator that is there hears that a leader has ended
 
 
 class RankEnded(Exception):
@@ -96,15 +96,12 @@ class Rank(Process):
         self.view: View | None = None  # that the script stands in
         address = Address(f"host{host}", port % 65536, f"boot{host}", port, 0, nonce)
         self.node = n.RankNode(replica, index, address, timeouts)
-        self.leader: LeaderNode | None = None
-        self._joined: Joined | None = None
-        if index == 0:
-            self.leader = LeaderNode(replica, incarnation, ranks, timeouts)
-            self._joined = Joined(self.node, self.leader)
+        # In rank 0. If there are others, it belongs to a process of its own.
+        self.leader = LeaderNode(replica, incarnation, ranks, timeouts) if index == 0 else None
+        self._joined = Joined(self.node, self.leader) if self.leader is not None and ranks == 1 else None
         self._leader_port = leader_port
         self._on_exit = on_exit
         self._up: SimulatedLink | None = None
-        self._ranks: dict[int, SimulatedConnection] = {}
         self._cache = PeerCache()
         self._entered: View | None = None  # what subgroups are told of
         # Links to the other members, and an eye on their processes, as `ftcomm.control.peers.Peers`.
@@ -192,13 +189,6 @@ class Rank(Process):
         if purpose == "member":
             connection.receive[1] = lambda message: self._from_peer(connection, message)
             return True
-        if purpose == "rank" and self.leader is not None:
-            shard, leader = fields["shard"], self.leader
-            self._ranks[shard] = connection
-            connection.receive[1] = lambda message: self.do(leader.from_rank(shard, message, self.clock()))
-            connection.told = ViewsSent(shard)
-            connection.closed[1] = lambda reason: self._rank_lost(leader, shard, connection, reason)
-            return True
         if purpose == "data":
             self.exchange.attach(connection, fields["replica"], fields["epoch"], fields["nonce"])
             return True
@@ -210,35 +200,25 @@ class Rank(Process):
         if later is not None:
             connection.send(1, later)
 
-    def _rank_lost(self, leader: LeaderNode, shard: int, connection: SimulatedConnection, reason: NoConnection) -> None:
-        if self._ranks.get(shard) is connection:  # else it is here again, by another one
-            del self._ranks[shard]
-            self._seek(leader, shard, str(reason), self.clock())
-
-    def _seek(self, leader: LeaderNode, shard: int, why: str, begun: float) -> None:
-        """Find out, as `ftcomm.control.leader_driver` does, whether a rank of ours has ended whose connection has."""
-        there = leader.leader.addresses.get(shard)
-        if shard in self._ranks or self._up is None:
+    def leader_ended(self) -> None:
+        """End with the leader, as `ftcomm.control.agent` does in rank 0, which tells the coordinator."""
+        if self.gone or self._up is None:
             return
-        if there is None:
-            self.do(leader.rank_lost(shard, why))
-            return
+        self._up.close()
+        self._up = None
+        why, told = "its leader has ended", list[bool]()
 
-        def told(outcome: ProbeOutcome) -> None:
-            if shard in self._ranks or self._up is None:
-                return
-            if outcome is ProbeOutcome.ENDED:
-                self.do(leader.rank_lost(shard, why))
-                return
-            if outcome is ProbeOutcome.REFUSED:
-                self.do(leader.rank_refused(shard, why))
-            if outcome is ProbeOutcome.ANSWERED or (
-                outcome is ProbeOutcome.MUTE and self.clock() - begun < self.timeouts.op
-            ):
-                self.do(leader.rank_acknowledged(shard, self.clock()))
-            self.after(self.timeouts.beat, self._seek, leader, shard, why, begun)
+        def end(*_: object) -> None:
+            if not told:
+                told.append(True)
+                self.do(self.node.failed(why))
 
-        self.network.probe(self, there.pid, told)
+        def tell(target: Process, connection: SimulatedConnection) -> bool:
+            target.leaderless(self.replica, self.node.machine.incarnation, why)  # type: ignore[attr-defined]
+            return False
+
+        self.network.dial(self, COORDINATOR, tell, end, end)
+        self.after(LEADERLESS, end)
 
     def _tick(self) -> None:
         self.after(self.timeouts.beat, self._tick)
@@ -258,12 +238,8 @@ class Rank(Process):
         """Look whose kernels answer, before anything more is sent to them."""
         now = self.clock()
         above = None if self._up is None else self._up.unanswered()
-        if above is not None and self.leader is None:
+        if above is not None and self._joined is None:
             self.do(self.node.up_acknowledged(now - above))
-        for shard, connection in self._ranks.items():
-            seconds = connection.unanswered(1)
-            if seconds is not None and self.leader is not None:
-                self.do(self.leader.rank_acknowledged(shard, now - seconds))
         peers = {replica: link.unanswered() for replica, (_, link) in self._links.items()}
         known = {replica: seconds for replica, seconds in peers.items() if seconds is not None}
         for replica in [replica for replica in sorted(self._down) if known.get(replica) == 0.0]:
@@ -280,9 +256,6 @@ class Rank(Process):
                 case n.Up(message) | ToCoordinator(message):
                     if self._up is not None:
                         self._up.send(message)
-                case ToRank(shard, message):
-                    if shard in self._ranks:
-                        self._ranks[shard].send(1, message)
                 case n.ToPeer(replica, message):
                     known = self._links.get(replica)
                     if known is not None:

@@ -25,27 +25,21 @@ replaying   it repeats the steps that it has missed                             
 caught_up   it says that it has the state of everybody                           a joiner
 said        it goes on after it has said so; `asked` and the rest follow         a joiner
 
-Test and rank speak through files in the folder of the job, so that it does not matter which of them dies: `do-R` says
-what replica R is to do at which point, and is renamed to `at-R` by the one who is there; held is who sees `at-R`.
+Of several ranks the leader is a process of its own, with which the watched rank 0 dies. Test and rank speak through
+files in the folder of the job, so that it does not matter which of them dies: `do-R` says what replica R is to do at
+which point, and is renamed to `at-R` by the one who is there; held is who sees `at-R`.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ftcomm.collective.publisher import Publisher
-from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
-from ftcomm.control.leader import Leader
-from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.rank_node import RankNode
-from ftcomm.control.views import View
 from ftcomm.data_plane import LocalDataPlane
 from ftcomm.group import Group
 from ftcomm.internals import Internals
@@ -55,8 +49,7 @@ from ftcomm.training.catchup import Fetch
 from ftcomm.training.replay import Replay
 from ftcomm.transport.segment import POSTED, TAKEN
 
-from . import inside
-from .job import DEADLINE
+from . import inside, leader_points
 
 JOINING = ("connected", "known", "ready", "queued", "viewed", "told", "reaching", "resuming", "resumed", "agreeing")
 CHANGING = ("asked", "standing", "answered", "changed", "told", "resuming", "resumed")
@@ -97,42 +90,16 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     """The rank's side: called before it joins."""
     if settings.shard != arguments.get("watched", 0):
         return
-    order, here = (Path(arguments["marks"]) / f"{name}-{settings.replica}" for name in ("do", "at"))
-
-    def at(point: str) -> None:
-        try:
-            what, where = order.read_text().split()
-            if where != point:
-                return
-            order.rename(here)
-        except FileNotFoundError:  # nothing to do, or another thread does it
-            return
-        if what == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        end = time.monotonic() + DEADLINE
-        while here.exists() and time.monotonic() < end:
-            time.sleep(0.002)
-
-    def before(owner: type, name: str, point: Callable[..., str | None] | str, after: str = "") -> None:
-        method = getattr(owner, name)
-
-        @functools.wraps(method)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            at(point if isinstance(point, str) else point(*args) or "nowhere")
-            result = method(*args, **kwargs)
-            at(after)
-            return result
-
-        setattr(owner, name, wrapped)
-
-    before(LeaderNode, "opened", "connected")
-    if settings.shard == 0:  # in whose process the leader is
-        before(LeaderNode, "from_coordinator", lambda self, message: _heard(self.leader.view, message))
+    marks = Path(arguments["marks"])
+    at = leader_points.at_points(marks, settings.replica, os.getpid())
+    before = functools.partial(leader_points.before, at)
+    if settings.ranks_per_replica == 1:
+        leader_points.watch_leader(at)
+    elif settings.shard == 0:
+        leader_points.watch_own_leader(marks, settings.replica)
     else:
-        before(RankNode, "from_up", lambda self, message: _heard(self.view, message))
+        before(RankNode, "from_up", lambda self, message: leader_points.heard(self.view, message))
     before(Agent, "enter", lambda self, *rest: None if self.view is not None else "ready")
-    before(Leader, "_at_boundary", "standing")
-    before(Leader, "from_leader", "answered")
     before(RankNode, "quiesced", "told")
     before(LocalDataPlane, "reach", "reaching")
     before(LocalDataPlane, "resume", "resuming")
@@ -148,12 +115,6 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Replay, "load", "loading")
     before(Replay, "apply", lambda self, *rest: "replaying" if self.behind else None)
     before(Internals, "caught_up", "caught_up", after="said")
-
-
-def _heard(view: View | None, message: m.Message) -> str | None:
-    if isinstance(message, m.NewView):
-        return "viewed" if view is None else "changed"
-    return {m.Registered: "known", m.Queued: "queued", m.Prepare: "asked"}.get(type(message))
 
 
 def _has_promised(group: Group, step: int) -> bool:

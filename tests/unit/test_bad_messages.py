@@ -112,7 +112,7 @@ def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch, 
     async def run() -> None:
         with pair() as (near, far):
             _, stream = await asyncio.open_connection(sock=near)
-            writer = wire.Writer(ends(near, far)[0], stream.transport)
+            writer = wire.Writer(ends(near, far)[0], stream.transport, asyncio.Event())
             for _ in range(100):
                 writer.write(b"x" * 100_000)
                 assert stream.transport.get_write_buffer_size() < 2 * MB
@@ -127,7 +127,7 @@ def test_a_message_that_is_too_long_is_not_sent(count: Callable[[str], int]) -> 
         with pair() as (near, far):
             _, stream = await asyncio.open_connection(sock=near)
             channel, other = ends(near, far)
-            writer = wire.Writer(channel, stream.transport)
+            writer = wire.Writer(channel, stream.transport, asyncio.Event())
             writer.write(bytes(wire.MAX_MESSAGE + 1))
             writer.write(b"next")
             assert await asyncio.to_thread(other.recv, 100) == b"next"

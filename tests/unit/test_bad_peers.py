@@ -12,7 +12,7 @@ import pytest
 
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
-from ftcomm.control.links import Link
+from ftcomm.control.links import Link, listen
 from ftcomm.control.sealed import Channel
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.unstarted import NamedRank
@@ -20,6 +20,7 @@ from ftcomm.control.views import Addresses
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
 from tests.fuzz.targets import all_messages
+from tests.leader_rig import Led
 from tests.opened import open_socket
 from tests.peers_rig import CREDENTIALS, DEADLINE, NO_MESSAGE, an_agent, until
 
@@ -123,8 +124,24 @@ def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
         with wire.connect(address, CREDENTIALS, "data", {"replica": 3, "epoch": 1}, DEADLINE):
             for fields in ({"shard": 1, "replica": 0}, *[{"replica": 3, "epoch": 1}] * 2):
                 assert served.get(timeout=DEADLINE) == fields
-        right = 1 + 2 + 2  # of "rank", "member" and "data"
-        asyncio.run(until(lambda: count("fields") == 3 * len(FIELDS) - right))
-    assert count("purpose") == 4 * len(FIELDS)
+        right = 2 + 2  # of "member" and "data"
+        asyncio.run(until(lambda: count("fields") == 2 * len(FIELDS) - right))
+    assert count("purpose") == 5 * len(FIELDS)
+    assert count("message") > 0
+    assert count("internal") == 0
+
+
+def test_a_leader_outlives_every_peer(count: Callable[[str], int]) -> None:
+    nowhere = listen("127.0.0.1", 0)
+    leader = Led(nowhere.getsockname(), CREDENTIALS, TIMEOUTS)
+    try:
+        for purpose, fields in itertools.product(PURPOSES, FIELDS):
+            asyncio.run(insult(leader.address, purpose, fields))
+        asyncio.run(until(lambda: count("fields") == len(FIELDS) - 1))  # of "rank"
+        asyncio.run(until(lambda: not leader.ranks))
+    finally:
+        leader.close()
+        nowhere.close()
+    assert count("purpose") == 6 * len(FIELDS)
     assert count("message") > 0
     assert count("internal") == 0

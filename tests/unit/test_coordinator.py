@@ -12,8 +12,8 @@ from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Log, Persist, Send
 from ftcomm.control.limits import EPOCHS
 from ftcomm.control.script_end import ScriptEnd
-from ftcomm.control.suspicion import PAUSE, Probe, ProbeOutcome, Why
-from ftcomm.control.views import Address, Addresses
+from ftcomm.control.suspicion import PAUSE, Probe, ProbeOutcome, Suspicions, Why
+from ftcomm.control.views import Address, Addresses, Member
 from tests.coordinator_script import (
     CHAIN,
     TIMEOUTS,
@@ -645,6 +645,39 @@ def test_a_stall_says_what_its_cause_does_though_the_coordinator_stood_still_jus
     [why] = script.views[-1].why.split("; lost ")
     assert script.now < TIMEOUTS.op + 10.0 + TIMEOUTS.silence
     assert f"; its process lives but has not spoken for {script.now - 1.0:.0f} s" in why
+
+
+def test_a_stall_of_a_replica_whose_leader_is_stopped_says_so_and_judges_no_rank() -> None:
+    """Of several ranks the leader is a process of its own."""
+    script = Script(0)
+    script.coordinator = Coordinator(2, 2, TIMEOUTS, views=[], now=0.0, lifetime=1, state=lambda there: "T")
+    for replica in range(2):
+        ranks = (Address("h", 1 + rank, "b", 2 * replica + rank, 3, f"{replica}{rank}" * 16) for rank in range(2))
+        join = m.Join(replica, f"life-{replica}", Addresses.of(ranks), epoch=0, step=-1, timeouts=CHAIN)
+        script.tell(replica, join)
+    script.install(0, 1)
+    while len(script.views) == 1:
+        script.now += 1.0
+        script.tell(0, m.Heartbeat(4))
+        if script.now > TIMEOUTS.op_floor:
+            script.tell(0, m.Stalled(0, 1, -1, (1,), True, script.now))
+        script.coordinator.acknowledged(1, script.now)
+        script.tick()
+    assert script.newest[0] == (0,)
+    assert "; its leader, a process beside its rank 0, lives but has not spoken for" in script.views[-1].why
+    assert "SIGSTOP" not in script.views[-1].why
+
+
+def test_a_coordinator_that_takes_over_calls_a_second_rank_for_the_case_that_the_first_one_is_held() -> None:
+    for ranks in (1, 2):
+        there = Addresses.of(Address("h", 1 + rank, "b", rank, 3, f"{rank:032x}") for rank in range(ranks))
+        member = Member(0, "life-0", there, True)
+        suspicions = Suspicions(TIMEOUTS.op, 1.0)
+        (first,) = suspicions.search(member, True, 0.0)
+        suspicions.probed(first, ProbeOutcome.MUTE, 0.1)
+        (second,) = suspicions.search(member, True, 2.0)
+        assert (first.call, first.also) == (False, None)
+        assert (second.call, second.also) == (True, there[1] if ranks == 2 else None)
 
 
 def spread(replicas: int) -> Script:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import socket
 import threading
 import time
 
@@ -16,7 +15,7 @@ from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.dropped import counts
-from ftcomm.control.links import Link, listen
+from ftcomm.control.links import Link
 from ftcomm.control.rank_errors import JoinError
 from ftcomm.control.server import CoordinatorServer
 from tests import agents_rig
@@ -25,40 +24,35 @@ from tests.stopped_rig import DEADLINE, until
 
 
 def test_a_rank_that_has_come_to_the_leader_of_another_replica_takes_the_place_of_nobody() -> None:
-    leader_socket = listen("127.0.0.1", 0)
     job = Job(2, 2)
     try:
-        leader = job.agent(0, 0, leader_socket.getsockname(), leader_socket)
+        leader = job.led()
+        job.agent(0, 0, leader.address)
         before = counts().get("fields", 0)
-        job.agent(1, 1, leader_socket.getsockname())
-        until(lambda: counts().get("fields", 0) > before)
-        assert leader._leading is not None
-        assert not leader._leading.ranks
-        assert 1 not in leader._leading.node.leader.addresses
+        job.agent(1, 1, leader.address)
+        until(lambda: counts().get("fields", 0) > before and leader.ranks == {0})
+        assert 1 not in leader.process.node.leader.addresses
     finally:
         job.close()
 
 
 def test_a_rank_of_an_earlier_life_takes_the_place_of_nobody_and_hears_that_it_is_over() -> None:
     """Its replica was started again at the same address, and it was not."""
-    leader_socket = listen("127.0.0.1", 0)
     job = Job(1, 2)
     heard: list[m.AnyMessage] = []
     try:
-        there = leader_socket.getsockname()
-        agents = [job.agent(0, 0, there, leader_socket), job.agent(0, 1, there)]
+        leader = job.led()
+        agents = [job.agent(0, rank, leader.address) for rank in range(2)]
         for one in agents:
             one.register(DEADLINE)
-        leading = agents[0]._leading
-        assert leading is not None
-        ours = leading.ranks[1]
+        ours = leader.process.driver.ranks[1]
 
         async def come_again() -> None:
             hello = m.Hello(1, msgspec.structs.replace(agents[1].address, port=1), "an earlier life")
             fields: handshake.Fields = {"replica": 0, "shard": 1}
             said = [hello, m.Finished(False, "a rank of an earlier life says so"), m.Ready()]
             link = Link(
-                *(there, CREDENTIALS, "rank", fields),
+                *(leader.address, CREDENTIALS, "rank", fields),
                 on_open=lambda: [link.send(message) for message in said],
                 on_message=heard.append,
             )
@@ -67,9 +61,9 @@ def test_a_rank_of_an_earlier_life_takes_the_place_of_nobody_and_hears_that_it_i
             link.close()
 
         asyncio.run(asyncio.wait_for(come_again(), DEADLINE))
-        assert heard == [leading.node.leader.welcome] * 3
-        assert leading.ranks[1] is ours
-        assert leading.node.leader.addresses[1] == agents[1].address
+        assert heard == [leader.process.node.leader.welcome] * 3
+        assert leader.process.driver.ranks[1] is ours
+        assert leader.process.node.leader.addresses[1] == agents[1].address
         job.do(_drained(job.server))
         _train_all(agents)
         assert not job.events_of("suspect", "failed")
@@ -79,53 +73,46 @@ def test_a_rank_of_an_earlier_life_takes_the_place_of_nobody_and_hears_that_it_i
 
 def test_a_leader_of_another_job_is_refused_at_once_and_its_ranks_take_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs have one token, and a rank has the address of the other one's leader."""
-    leader_socket = listen("127.0.0.1", 0)
     job = Job(1, 2)
     try:
-        there = leader_socket.getsockname()
-        leader = job.agent(0, 0, there, leader_socket)
+        leader = job.led()
         monkeypatch.setattr(agents_rig, "CREDENTIALS", dataclasses.replace(CREDENTIALS, job="another"))
-        stray = job.agent(0, 1, there)
+        stray = job.agent(0, 1, leader.address)
         with pytest.raises(JoinError, match="it is of the job 'another', expected ''"):
             stray.register(DEADLINE)
-        assert leader._leading is not None
-        assert not leader._leading.ranks
+        assert not leader.ranks
     finally:
         job.close()
 
 
-def test_a_second_leader_of_the_same_replica_is_told_so_and_harms_nobody() -> None:
+def test_a_second_process_that_leads_the_same_replica_is_told_so_and_harms_nobody() -> None:
     job = Job(1, 2)
-    sockets = [listen("127.0.0.1", 0) for _ in range(2)]
     try:
-        agents = _two(job, sockets[0])
+        first, second = job.led(), job.led()
+        agents = [job.agent(0, rank, first.address) for rank in range(2)]
         for one in agents:
             one.register(DEADLINE)
-        stray, _ = _two(job, sockets[1])
+        strays = [job.agent(0, rank, second.address) for rank in range(2)]
         with pytest.raises(JoinError, match=r"another process is replica 0, and answers; .* \(FTCOMM_REPLICA\)"):
-            stray.register(2.0)
+            strays[1].register(2.0)
         assert [event["kind"] for event in job.events_of("view", "suspect", "failed")] == ["view"]
         assert all(one.view is not None for one in agents)
     finally:
         job.close()
 
 
-def _two(job: Job, sock: socket.socket) -> list[Agent]:
-    there = sock.getsockname()
-    return [job.agent(0, 0, there, sock), job.agent(0, 1, there)]
-
-
 def test_a_reset_between_a_rank_and_its_leader_costs_nothing() -> None:
-    leader_socket = listen("127.0.0.1", 0)
-    relay = Relay(leader_socket.getsockname())
+    """Be it rank 0, through which the leader speaks to the others."""
     job = Job(1, 2)
-    agents = [job.agent(0, 0, relay.address, leader_socket), job.agent(0, 1, relay.address)]
+    leader = job.led()
+    relay = Relay(leader.address)
+    agents = [job.agent(0, rank, relay.address) for rank in range(2)]
     try:
         for one in agents:
             one.register(DEADLINE)
         for times in range(1, 4):
             relay.cut()
-            until(lambda times=times: relay.count > times and 1 in agents[0]._leading.ranks)  # type: ignore[misc]
+            until(lambda times=times: relay.count >= 2 * (times + 1) and leader.ranks == {0, 1})  # type: ignore[misc]
         job.do(_drained(job.server))
         _train_all(agents)
         assert all(one.left for one in agents), "what was said after a reset did not arrive"

@@ -21,11 +21,12 @@ import pytest
 
 from ftcomm.control import handshake, liveness, witness
 from ftcomm.control.agent import Agent
+from ftcomm.control.companion import dismissed
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
-from ftcomm.control.witness import PURPOSE, Charge, Witness, dismissed
+from ftcomm.control.witness import PURPOSE, Charge, Witness
 from tests.idle_data_plane import IdleDataPlane
 
 DEADLINE = 60.0

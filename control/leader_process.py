@@ -1,0 +1,185 @@
+"""The process of the leader of a replica that has several ranks. Rank 0 starts it, as its companion.
+
+    python -m ftcomm.control.leader_process     with the charge, and the socket to which the ranks come
+
+So no interpreter of a training carries the control of the other ranks: while that of rank 0 is held (a compilation,
+a long C call, a debugger), they hear of views. The two end with each other, and the replica with them:
+
+    rank 0 ends              its pidfd tells the leader, which tells the coordinator and the other ranks, and ends
+    the leader ends          its connection tells rank 0, which tells the coordinator, and ends
+    the leader is stopped    its kernel answers, so it is waited for, like a rank that is, and removed as a stall
+
+It goes by the end of rank 0 alone: signals to stop are for the ranks, which leave at a boundary and need it until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from ftcomm.control import handshake
+from ftcomm.control.companion import begin, charged, dismissed
+from ftcomm.control.dropped import drop
+from ftcomm.control.hopeless import ask_until_over
+from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_driver import LeaderDriver
+from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.links import Listener, event_loop
+from ftcomm.control.liveness import state_of
+from ftcomm.control.sealed import Channel
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.tls import Files, Tls
+from ftcomm.control.unstarted import NamedRank, turn
+from ftcomm.control.wait_for import wait_for
+
+log = logging.getLogger("ftcomm.control")
+
+_LAST = 2.0  # s for what is said at the end
+_FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class LeaderCharge(msgspec.Struct, frozen=True):
+    """All that a leader has to know."""
+
+    rank: NamedRank  # rank 0
+    pid: int  # its process
+    started: float  # when that has started, in s since this host has
+    ranks: int
+    coordinator: tuple[str, int]
+    token: str
+    job: str
+    tls: Files | None
+    timeouts: Timeouts
+    host: str  # the address of this host
+    processes: str  # `Address.processes` of rank 0
+    level: int  # of the log
+
+
+_CHARGE = msgspec.json.Decoder(LeaderCharge)
+
+
+class LeaderProcess:
+    """Drives a leader in the event loop in which it is made, until rank 0 has ended."""
+
+    def __init__(self, charge: LeaderCharge, ranks: socket.socket) -> None:
+        """`ranks` listens for them."""
+        self._charge, self._socket = charge, ranks
+        tls = None if charge.tls is None else Tls(charge.tls)
+        self._credentials = handshake.Credentials(charge.token, charge.job, tls)
+        replica, timeouts = charge.rank.replica, charge.timeouts
+        self.node = LeaderNode(
+            replica, secrets.token_hex(8), charge.ranks, timeouts, state_of, processes=charge.processes
+        )
+        self.driver = LeaderDriver(
+            *(self.node, charge.rank, self._credentials, charge.coordinator, charge.host, timeouts),
+            do=self._do,
+            spawn=self._spawn,
+            trains=lambda: self.node.leader.view is not None,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, begun: Callable[[], None], ended: asyncio.Future[bool]) -> None:
+        """Lead until rank 0 has `ended`, as it should (True) or not. `begun` is called when the leader listens. Raises
+        the error of a part of it, if there is one: no rank may take a leader for one that lives."""
+        listener = Listener(self._socket, self._credentials, self._serve)
+        self.driver.open()
+        self._spawn(self._beats())
+        self._spawn(
+            ask_until_over(
+                *(self._charge.rank, self._charge.coordinator, self._credentials),
+                turn(0, self._charge.ranks, self._charge.timeouts.heartbeat),
+                over=lambda: any(view is not None for view in self.node.views),
+                alone=lambda: True,
+                tell=lambda told: self._do(self.node.from_coordinator, told),
+                started=self._charge.started,
+            )
+        )
+        begun()
+        either: set[asyncio.Future[Any]] = {ended, self._broken}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._broken.done():
+            self._broken.result()
+        await self._end(ended.result())
+        await listener.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+                self._broken.set_exception(error)
+
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+
+    def _do(self, event: Callable[..., Sequence[ToCoordinator | ToRank]], *args: Any) -> None:
+        """Tell the node of an event, and carry out its actions."""
+        for action in event(*args):
+            self.driver.carry_out(action)
+
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(self._charge.timeouts.beat)
+            self.driver.look()
+            self._do(self.node.tick, time.monotonic())
+
+    async def _serve(self, channel: Channel, opening: handshake.Opening) -> None:
+        if opening.purpose == "asked":  # a question whether this process lives
+            channel.close()
+        elif not await self.driver.serve(channel, opening):
+            drop("purpose", f"a connection for {opening.purpose!r}, which a leader does not serve")
+            channel.close()
+
+    async def _end(self, well: bool) -> None:
+        """Take what rank 0 has said last, say that it has ended, and let the others have that."""
+        await _within(_LAST, self.driver.closed(0))
+        for task in self._tasks:
+            task.cancel()
+        if not well:
+            self._do(self.node.rank_lost, 0, f"its process {self._charge.pid} has ended")
+        await _within(_LAST, self.driver.flushed())
+        self.driver.close()
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+        await wait_for(seconds, work)
+
+
+async def _lead(charge: LeaderCharge, sock: socket.socket, ranks: socket.socket, end: int) -> None:
+    loop = asyncio.get_running_loop()
+    ended = loop.run_in_executor(None, dismissed, sock, end)
+    await LeaderProcess(charge, ranks).run(lambda: begin(sock), ended)
+
+
+def main() -> None:
+    sock, data, descriptors = charged()
+    for number in _FOR_RANKS:
+        signal.signal(number, signal.SIG_IGN)
+    charge = _CHARGE.decode(data)
+    logging.basicConfig(level=charge.level, format="%(asctime)s ftcomm %(levelname)s: %(message)s", stream=sys.stderr)
+    ranks, end = socket.socket(fileno=descriptors[0]), descriptors[1] if len(descriptors) > 1 else -1
+    loop = event_loop()
+    try:
+        loop.run_until_complete(_lead(charge, sock, ranks, end))
+        code = 0
+    except BaseException as error:
+        log.error("the leader of replica %d cannot go on: %r", charge.rank.replica, error, exc_info=error)
+        code = 1
+    os._exit(code)  # the thread that waits for the end of rank 0 may still do
+
+
+if __name__ == "__main__":
+    main()
