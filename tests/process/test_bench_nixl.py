@@ -12,6 +12,7 @@ import pytest
 
 from ftcomm.bench.nixl import LIBRARIES, STAGED, NixlRing
 from tests.deadlines import DEADLINE
+from tests.static_rig import together
 
 from .conftest import Bench
 
@@ -48,10 +49,6 @@ def test_every_rank_is_put_what_its_left_neighbour_has(nbytes: int, span: int) -
         ring.transfer(nbytes, span, True, True)
         gate.wait()
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
+    together(body, ranks)
     there = min(nbytes, span)
     assert all((rings[rank].taken[:there] == rings[rank - 1].given[:there]).all() for rank in range(ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import mmap
@@ -25,6 +26,7 @@ from ftcomm.kernels.epochs import COUNTER
 from ftcomm.transport.nixl import frames as frames
 from ftcomm.transport.nixl import handshake as hello
 from ftcomm.transport.nixl import library as nixl_library
+from ftcomm.transport.nixl import network
 from ftcomm.transport.nixl.context import rails
 from ftcomm.transport.nixl.frames import Frame, InOrder, pack, unpack
 from ftcomm.transport.nixl.library import NixlLibrary, NixlMissing, UcxPaths, link_rate
@@ -433,6 +435,24 @@ def test_the_interfaces_that_are_named(sys_class: Path, env: dict[str, str], ver
     assert all(
         "eth0" in one.mend or one.verdict == "ok" or "interface" in one.mend or "these" in one.mend for one in found
     )
+
+
+def test_another_thread_takes_our_variables_for_no_choice_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two agents of a process chose its network while the first was made: it then let UCX open ports."""
+    for name in ("UCX_TLS", "FTCOMM_TRUSTED_NETWORK"):
+        monkeypatch.delenv(name, raising=False)
+    alone = network.here()
+    assert alone.ucx["UCX_TLS"]
+    with nixl_library._log.capturing(alone.ucx):
+        assert _getenv(b"UCX_TLS") == alone.ucx["UCX_TLS"].encode()  # what UCX reads
+        assert network.here() == alone
+    assert _getenv(b"UCX_TLS") is None
+
+
+def _getenv(name: bytes) -> bytes | None:
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    return getenv(name)  # type: ignore[no-any-return]
 
 
 def test_lines_of_the_log_are_read_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,8 @@ class _Log:
     @contextlib.contextmanager
     def capturing(self, variables: Mapping[str, str] = {}) -> Iterator[None]:
         """Make UCX, if it is loaded in this context, log to our file and find these `variables`, unless the user has
-        set them. It reads the environment when it is loaded; children must not see them."""
+        set them. It reads the environment of the process when it is loaded. `os.environ` does not show them: another
+        thread that chooses its network meanwhile would take them for the user's."""
         with self._environment:
             yield from self._set(variables)
 
@@ -230,14 +231,18 @@ class _Log:
             if self._fd < 0:
                 self._fd = os.memfd_create("ftcomm-ucx-log", os.MFD_CLOEXEC)
             ours |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"/proc/self/fd/{self._fd}", "UCX_PROTO_INFO": "y"}
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            ours["NIXL_LOG_LEVEL"] = "FATAL"  # a lost peer is also an exception
-        os.environ.update(ours)
+        quiet = "NIXL_LOG_LEVEL" not in os.environ
+        for name, value in ours.items():
+            os.putenv(name, value)
+        if quiet:
+            os.environ["NIXL_LOG_LEVEL"] = "FATAL"  # a lost peer is also an exception; its Python reads it here
         try:
             yield
         finally:
             for name in ours:
-                del os.environ[name]
+                os.unsetenv(name)
+            if quiet:
+                del os.environ["NIXL_LOG_LEVEL"]
 
     def lines(self) -> list[str]:
         if self._fd < 0:
