@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ftcomm.arrays.flat import NONE, Flat, plain
-from ftcomm.collective import schedule
 from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.engines.base import CallEngine, CollectiveCall
-from ftcomm.engines.host import HostCalls
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, fresh
 from ftcomm.kernels.call_codes import COMPRESSIONS, UNKNOWN
 from ftcomm.kernels.dtypes import BYTES
@@ -26,9 +24,6 @@ from ftcomm.p2p.calls import Messages
 from ftcomm.process.turn import Series, Turn
 from ftcomm.recorder.callers import find, known
 from ftcomm.recorder.files import process_recorder
-from ftcomm.transport.segment import CHUNK, slot_payload
-
-Array = np.ndarray[Any, Any]
 
 _INPUT = COMPRESSIONS[0]  # elements travel as they are
 _done: Callable[[Operation], bool] = operator.attrgetter("done")
@@ -129,10 +124,9 @@ class Calls(Messages):
 
     def __init__(self, members: int) -> None:
         """`members`: the most that the group may have, the same number on all of them."""
-        self._slot_payload = slot_payload(members)
+        self._engine: CallEngine = HostCalls(members)
 
     _exchange: GroupExchange[Any]
-    _engine: CallEngine = HostCalls()
 
     def _when(self) -> tuple[int, int]:
         """Returns the stamp of a call that this thread makes now, and the lag; see `Operation`."""
@@ -220,13 +214,8 @@ class Calls(Messages):
         self._may_move("broadcast")
         self._rank("broadcast", root)
         into = self._engine.to_write(x)
-        roster, me = self.roster, self.rank
-        op = self._engine.collective(
-            CollectiveCall("broadcast", roster, me, root), into.flat, into.flat, into.dtype, into.count, into.size
-        )
-        if op is None:
-            plan = schedule.broadcast(into.flat.size, roster, me, root, CHUNK, 1)
-            op = ScheduledOperation(plan, into.flat, into.flat, into.dtype, "", into.count, into.size)
+        call = CollectiveCall("broadcast", self.roster, self.rank, root)
+        op = self._engine.collective(call, into.flat, into.flat, into.dtype, into.count, into.size)
         return self._carry_out(op, x, into.finish, async_op)
 
     def reduce(self, x: Any, root: int, op: str = "sum", *, async_op: bool = False) -> Any:
@@ -240,13 +229,9 @@ class Calls(Messages):
         self._may_move("reduce")
         self._rank("reduce", root)
         staged = self._engine.stage(x)
-        roster, me = self.roster, self.rank
-        flat, count, size = staged.flat, len(staged.flat), staged.flat.itemsize
-        call = CollectiveCall("reduce", roster, me, root, op)
-        made = self._engine.collective(call, flat, flat, staged.dtype, count, size)
-        if made is None:
-            plan = schedule.reduce(count, roster, me, root, self._slot_payload, size)
-            made = ScheduledOperation(plan, flat, flat, staged.dtype, op, count, size)
+        me, flat = self.rank, staged.flat
+        call = CollectiveCall("reduce", self.roster, me, root, op)
+        made = self._engine.collective(call, flat, flat, staged.dtype, len(flat), flat.itemsize)
         return self._carry_out(made, x, staged.finish if me == root else None, async_op)
 
     def allgather(self, out: Any, x: Any, *, async_op: bool = False, copy_engine: bool = False) -> Any:
@@ -268,19 +253,11 @@ class Calls(Messages):
             if self._engine.allgather_by_copies(self, out, x):
                 return out
         self._may_move("allgather")
-        roster, me = self.roster, self.rank
+        roster = self.roster
         into, given = self._engine.to_write(out), self._engine.to_read(x)
         self._fits("allgather", "out", into, given.count * len(roster), given)
-        op = self._engine.collective(
-            CollectiveCall("allgather", roster, me), into.flat, given.flat, given.dtype, given.count, given.size
-        )
-        if op is None:
-            count = given.flat.size
-            own = into.flat[me * count : (me + 1) * count]
-            in_place = _same(own, given.flat)
-            plan = schedule.allgather(count, roster, me, in_place, self._slot_payload, 1)
-            source = into.flat if in_place else _apart(given.flat, into.flat)
-            op = ScheduledOperation(plan, source, into.flat, given.dtype, "", given.count, given.size)
+        call = CollectiveCall("allgather", roster, self.rank)
+        op = self._engine.collective(call, into.flat, given.flat, given.dtype, given.count, given.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", *, async_op: bool = False) -> Any:
@@ -294,7 +271,7 @@ class Calls(Messages):
         Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("reduce_scatter")
-        roster, me = self.roster, self.rank
+        roster = self.roster
         into = self._engine.stage(out)
         given = self._engine.stage(plain(x))
         count = len(into.flat)
@@ -303,15 +280,8 @@ class Calls(Messages):
                 f"reduce_scatter of {len(given.flat)} x {given.dtype} among {len(roster)} ranks needs as many parts of "
                 f"the same size, and out of one of them; got out of {count} x {into.dtype}"
             )
-        size = into.flat.itemsize
-        call = CollectiveCall("reduce_scatter", roster, me, op=op)
-        made = self._engine.collective(call, into.flat, given.flat, into.dtype, count, size)
-        if made is None:
-            own = given.flat[me * count : (me + 1) * count]
-            in_place = _same(own, into.flat)
-            plan = schedule.reduce_scatter(count, roster, me, in_place, CHUNK, size)
-            source = given.flat if in_place else _apart(given.flat, into.flat)
-            made = ScheduledOperation(plan, source, source if in_place else into.flat, into.dtype, op, count, size)
+        call = CollectiveCall("reduce_scatter", roster, self.rank, op=op)
+        made = self._engine.collective(call, into.flat, given.flat, into.dtype, count, into.flat.itemsize)
         return self._carry_out(made, out, into.finish, async_op)
 
     def alltoall(
@@ -333,18 +303,13 @@ class Calls(Messages):
         Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("alltoall")
-        roster, me = self.roster, self.rank
         into, given = self._engine.to_write(out), self._engine.to_read(x)
         if given.dtype != into.dtype:
             raise ArgumentError(f"alltoall of {given.dtype} into {into.dtype}; x and out need the same dtype")
         matrix = self._matrix(into, given, out_counts, in_counts)
-        size, each = given.size, given.count // len(roster)
-        call = CollectiveCall("alltoall", roster, me, counts=matrix)
-        op = self._engine.collective(call, into.flat, given.flat, given.dtype, each, size)
-        if op is None:
-            plan = schedule.alltoall(tuple(tuple(n * size for n in row) for row in matrix), roster, me, CHUNK, 1)
-            total = sum(map(sum, matrix))
-            op = ScheduledOperation(plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", total, size)
+        call = CollectiveCall("alltoall", self.roster, self.rank, counts=matrix)
+        each = given.count // len(self.roster)
+        op = self._engine.collective(call, into.flat, given.flat, given.dtype, each, given.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def gather(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
@@ -362,11 +327,8 @@ class Calls(Messages):
         into = self._only_at_root("gather", "out", out, self._engine.to_write, root)
         if me == root:
             self._fits("gather", "out", into, given.count * len(roster), given)
-        op = self._moving(
-            CollectiveCall("gather", roster, me, root),
-            *(into, given, given),
-            lambda: schedule.gather(given.flat.size, roster, me, root, self._slot_payload, 1),
-        )
+        call = CollectiveCall("gather", roster, me, root)
+        op = self._engine.collective(call, into.flat, given.flat, given.dtype, given.count, given.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
@@ -384,32 +346,16 @@ class Calls(Messages):
         given = self._only_at_root("scatter", "x", x, self._engine.to_read, root)
         if me == root:
             self._fits("scatter", "x", given, into.count * len(roster), into)
-        op = self._moving(
-            CollectiveCall("scatter", roster, me, root),
-            *(into, given, into),
-            lambda: schedule.scatter(into.flat.size, roster, me, root, CHUNK, 1),
-        )
+        call = CollectiveCall("scatter", roster, me, root)
+        op = self._engine.collective(call, into.flat, given.flat, into.dtype, into.count, into.size)
         return self._carry_out(op, out, into.finish, async_op)
-
-    def _moving(
-        self, call: CollectiveCall, into: Flat, given: Flat, each: Flat, plan: Callable[[], schedule.Schedule]
-    ) -> Operation:
-        """Returns the op of a call that moves `given` into `into`, arrays of their own; `each` is that of one rank. The
-        host does it by `plan`."""
-        op = self._engine.collective(call, into.flat, given.flat, each.dtype, each.count, each.size)
-        if op is not None:
-            return op
-        source = _apart(given.flat, into.flat)
-        return ScheduledOperation(plan(), source, into.flat, each.dtype, "", each.count, each.size)
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """Block until all members of the view have called it. Returns None. Survives losses and raises as `broadcast`
         does."""
         self._may_move("barrier")
-        roster, me = self.roster, self.rank
-        op = self._engine.collective(CollectiveCall("barrier", roster, me), NONE.flat, NONE.flat, BYTES, 0, 1)
-        if op is None:
-            op = ScheduledOperation(schedule.barrier(roster, me), NONE.flat, NONE.flat, BYTES, "", 0, 1)
+        call = CollectiveCall("barrier", self.roster, self.rank)
+        op = self._engine.collective(call, NONE.flat, NONE.flat, BYTES, 0, 1)
         return self._carry_out(op, None, None, async_op)
 
     # -- what they have in common ------------------------------------------------------------------------------------
@@ -502,13 +448,3 @@ class Calls(Messages):
             series = turn.start(op)
         exchange.submit(op)
         return Work(op, exchange, result, finish, series)
-
-
-def _same(a: Array, b: Array) -> bool:
-    """Whether two arrays are the same memory."""
-    return a.nbytes == b.nbytes and a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
-
-
-def _apart(source: Array, result: Array) -> Array:
-    """Returns `source`, or a copy of it if the result may overwrite it."""
-    return source.copy() if np.may_share_memory(source, result) else source

@@ -21,7 +21,7 @@ import click
 import numpy as np
 
 from ftcomm.collective.operation import stamp_of
-from ftcomm.engines.host import HostCalls
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.group import Group
 from ftcomm.transport.segment import NEAR
 from tests.exchange_rig import mirrored
@@ -32,7 +32,7 @@ def group_of_two() -> Iterator[Group]:
     """A group in a step loop, the other member of which is its own mirror image, so that no op waits."""
     exchange, segment = mirrored()
     group = Group.__new__(Group)
-    group._exchange, group._engine = exchange, HostCalls()  # type: ignore[assignment]
+    group._exchange, group._engine = exchange, HostCalls(2)  # type: ignore[assignment]
     group._runs, group.drained, group._loop, group._stamp = True, False, threading.get_ident(), stamp_of(0)
     group.internals = SimpleNamespace(lag=0, outside=False)  # type: ignore[assignment]
     try:

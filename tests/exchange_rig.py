@@ -19,7 +19,7 @@ from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms
 from ftcomm.data_plane import LocalDataPlane
 from ftcomm.engines.base import Events
-from ftcomm.engines.host import HostCalls
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.recorder.layout import ALL, GroupKind
 from ftcomm.recorder.recorder import GroupRecorder

@@ -57,12 +57,9 @@ class CallEngine(Protocol):
     def stage(self, x: Any) -> Staged:
         """The elements of `x`, to be reduced, where this engine works on them. Raises `ArgumentError`."""
 
-    def collective(
-        self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int
-    ) -> Operation | None:
+    def collective(self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int) -> Operation:
         """The op of a call other than an all-reduce: from `source` into `array`, flat as they were staged; `count`
-        elements, of `size` bytes, of each rank, or as many as its `counts` say. None: the host does it, by a schedule.
-        Raises `ArgumentError`."""
+        elements, of `size` bytes, of each rank, or as many as its `counts` say. Raises `ArgumentError`."""
 
     def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
         """Gather by copy engines, as `Calls.allgather` says; False where there are none. Blocks."""

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from ftcomm.arrays import stage
-from ftcomm.arrays.flat import to_read, to_write
 from ftcomm.collective.exchange import Exchange
-from ftcomm.collective.operation import Operation
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.engines.base import CollectiveCall, Events, Finish
+from ftcomm.engines.base import Events
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.p2p.slots import Slots
 from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings import Settings
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import CHUNK, HOST, Layout, Segment, layout_for
-
-if TYPE_CHECKING:
-    from ftcomm.calls import Calls
-
-
-class HostCalls:
-    """The `CallEngine` of ops that the host drives: all calls are there, and arrays of a GPU go through host memory."""
-
-    by_stream = False
-
-    def all_reduce(
-        self, x: Any, op: str, atomic: bool, compression: str, max_sms: int | None
-    ) -> tuple[Operation, Finish | None]:
-        staged = stage(x)
-        return Operation(staged.flat, staged.dtype, op, CHUNK, atomic, compression), staged.finish
-
-    def may_move(self, call: str) -> None:
-        """All are there."""
-
-    to_write, to_read, stage = staticmethod(to_write), staticmethod(to_read), staticmethod(stage)
-
-    def collective(self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int) -> None:
-        """The host does it, by a schedule."""
-
-    def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
-        return False
+from ftcomm.transport.segment import HOST, Layout, Segment, layout_for
 
 
 def deadlines(times: Timeouts) -> tuple[float, float, float]:
@@ -65,6 +35,7 @@ class HostEngine(HostCalls):
         ranks_per_replica: int = 1,
         reducer: Reducer | None = None,
     ) -> None:
+        super().__init__(segment.layout.members)
         self.segment, self.transport = segment, transport
         self._me, self._deadlines, self._verify, self._ranks_per_replica = me, deadlines, verify, ranks_per_replica
         self._reducer = Reducer() if reducer is None else reducer
