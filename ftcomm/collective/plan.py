@@ -44,7 +44,7 @@ class GroupView:
         if not 0 < self.epoch < EPOCHS:
             raise ValueError(f"epoch {self.epoch} is outside 1 .. {EPOCHS - 1}")
 
-    @property
+    @functools.cached_property
     def contributors(self) -> tuple[int, ...]:
         """The members whose inputs count, in the order in which they are summed."""
         return tuple(member for member in self.members if member in self.contributing)

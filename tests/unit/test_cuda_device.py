@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from ftcomm.engines.gpu_kernel.device import KernelLaunch
 from ftcomm.engines.gpu_kernel.memory import Export, open_staging
 from ftcomm.errors import FtcommError, TransportError
 from ftcomm.kernels.device.variant import Variant
+from tests import launch_path
+from tests.bytecodes import bytecodes
 
 VARIANT = Variant(tl.float32, 0, 2, True, 64, 256 << 10, 64 << 10, False)
 LAUNCH = KernelLaunch(torch.zeros(4), 4, 7, 0, 1, None, 1, VARIANT)
@@ -42,7 +45,7 @@ def device() -> CudaDevice:
     made._op = SimpleNamespace(cuda_stream=7)
     made._table = SimpleNamespace(words=range(8))
     made._words = SimpleNamespace(addresses=(1, 2, 3))
-    made._context = SimpleNamespace(pushed=NO_DRIVER_CALL, current=NO_DRIVER_CALL)
+    made._context = SimpleNamespace(pushed=NO_DRIVER_CALL(), current=NO_DRIVER_CALL)
     return made
 
 
@@ -69,6 +72,31 @@ def test_a_launch_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> No
     array: Any = SimpleNamespace(nbytes=16, data_ptr=lambda: 16, record_stream=lambda stream: None)
     with pytest.raises(FtcommError, match="cannot be launched: CUDA error: an illegal memory access"):
         device().launch(KernelLaunch(array, 4, 7, 0, 1, None, 1, VARIANT))
+
+
+def test_ranks_that_share_a_gpu_share_its_multiprocessors() -> None:
+    made: Any = device()
+    made._multiprocessors, made._uuid, made._lock, made._leaving = 132, b"ours", threading.Lock(), []
+    made._peers = {str(i): SimpleNamespace(export=SimpleNamespace(uuid=uuid)) for i, uuid in enumerate((b"ours", b"x"))}
+    made._count_programs()
+    assert made.programs(1 << 30, 128, 128) == 64  # 65 fit
+    made.leave(SimpleNamespace(nonce="1"))
+    assert made.programs(1 << 30, 128, 128) == 64
+    made.leave(SimpleNamespace(nonce="0"))
+    assert made.programs(1 << 30, 128, 128) == 128
+    made._peers = {str(i): SimpleNamespace(export=SimpleNamespace(uuid=b"ours")) for i in range(132)}
+    made._count_programs()
+    with pytest.raises(FtcommError, match=r"133 ranks share a GPU of 132 multiprocessors.*fewer ranks"):
+        made.programs(1 << 30, 128, 128)
+
+
+def test_a_launch_takes_few_bytecodes() -> None:
+    """What the host does for each op (`python -m tests.launch_path`), as its time depends on the machine."""
+    with launch_path.core_without_driver() as core:
+        op = launch_path.an_op(64 << 10)
+        launch_path.load(core, op)
+        seen = bytecodes(lambda: core.launch(op, launch_path.VIEW))
+    assert seen.total() <= 445, seen.most_common()
 
 
 def test_a_context_that_is_lost(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

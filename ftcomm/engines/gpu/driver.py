@@ -52,21 +52,26 @@ class Context:
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
         _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self.pushed = Pushed(self._context)  # for a `with`: calls of the driver by this thread are for this GPU
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Calls of the driver by this thread are for this GPU, and `relaxed`."""
-        with self.pushed(), relaxed():
+        with self.pushed, relaxed():
             yield
 
-    @contextlib.contextmanager
-    def pushed(self) -> Iterator[None]:
-        """Calls of the driver by this thread are for this GPU."""
+
+class Pushed:
+    """Makes a context the current one of a thread, in a `with`. Any number of threads, and within each other."""
+
+    def __init__(self, context: ctypes.c_void_p) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
         _call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def __exit__(self, *_: object) -> None:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 # With a context that is current:

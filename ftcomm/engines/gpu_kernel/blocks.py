@@ -6,6 +6,8 @@ another ends, which may be waiting for it. So a rank never launches more than it
 
 from __future__ import annotations
 
+import functools
+
 # NCCL's own grid for copies between two H100, as published with torchcomms' comms/prims: 1 up to 64 KB, 16 from 1 MB,
 # 32 at 1 GB. In between this goes up with the size.
 _LARGE = 512 << 20
@@ -27,6 +29,7 @@ def room(multiprocessors: int, sharing: int) -> int:
     return (multiprocessors - 1) // sharing
 
 
+@functools.lru_cache(1024)
 def programs(nbytes: int, lanes: int, sms: int | None, fit: int) -> int:
     """The grid of an op of `nbytes` in `lanes` lanes; `sms` is the user's cap, None is without, `fit` is of `room`.
 

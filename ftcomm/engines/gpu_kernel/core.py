@@ -15,7 +15,7 @@ It has no thread and waits for nothing. `ftcomm.engines.gpu_kernel.monitor` look
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ftcomm.collective.member import Entered, GroupMember
 from ftcomm.collective.operation import mismatch
@@ -72,11 +72,14 @@ _ALL = 1 << 62  # as HEARD: more than any op
 _UNSIGNED = (1 << 64) - 1
 
 
-class _Launched(NamedTuple):
+class _Launched:
     """Keeps what is needed of a launch until its op has returned."""
 
-    kept: Any  # a copy of the input, of an atomic op; else None
-    mark: Any
+    __slots__ = ("kept", "mark")
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept  # a copy of the input, of an atomic op; else None
+        self.mark: Any = None  # behind it, once it is launched
 
 
 class DeviceCore:
@@ -139,12 +142,12 @@ class DeviceCore:
         """Launch the kernel of `op`. Raises `FtcommError`."""
         device = self.device
         kept = None
-        if op.atomic and len(op.finals) > 1:
+        chunks = len(op.finals)
+        if op.atomic and chunks > 1:
             kept = device.empty(op.array)
             device.copy(op.array, kept)
-        chunks = len(op.finals)
         programs = device.programs(op.nbytes, min(chunks, device.layout.lanes), op.max_sms)
-        self.launched[op.template] = _Launched(kept, None)  # before it can return
+        self.launched[op.template] = launched = _Launched(kept)  # before it can return
         if isinstance(op, CollectiveOperation):
             moved = collective_variant(op, device.layout, view)
             arrays, call = (op.array, op.elements), (op.compared, op.template)
@@ -154,7 +157,7 @@ class DeviceCore:
             launch = KernelLaunch(op.array, op.count, op.call, op.template, chunks, kept, programs, asked)
         device.launch(launch)
         if not device.blocking:
-            self.launched[op.template] = _Launched(kept, device.mark())
+            launched.mark = device.mark()
 
     def collect(self) -> None:
         """Return what the device has returned."""

@@ -110,9 +110,13 @@ class _Kernel(NamedTuple):
 
     compiled: Any  # triton.compiler.CompiledKernel
     constants: tuple[Any, ...]  # what is compiled in, in the order of the kernel's arguments
+    grids: dict[int, Callable[..., None]]  # what launches so many programs
 
     def launch(self, programs: int, stream: torch.cuda.Stream, scalars: tuple[int, ...]) -> None:
-        self.compiled[programs, 1, 1](*scalars, *self.constants, stream=stream.cuda_stream)
+        launch = self.grids.get(programs)
+        if launch is None:
+            launch = self.grids[programs] = self.compiled[programs, 1, 1]
+        launch(*scalars, *self.constants, stream=stream.cuda_stream)
 
 
 class _Scratch(_Words):
@@ -160,6 +164,7 @@ class CudaDevice:
         self._engines: _CopyEngines | None = None
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._peers: dict[str, _Peer] = {}  # by the nonce of the segment
+        self._count_programs()
         self._leaving: list[_Peer] = []
         self._uses = 0  # of memory of peers, see `using`
         self._closing: threading.Thread | None = None
@@ -234,6 +239,7 @@ class CudaDevice:
             first = self._peers.setdefault(peer.nonce, mine)
             if first is not mine:
                 self._leaving.append(mine)  # another thread was faster
+            self._count_programs()
         return first.reached
 
     def leave(self, peer: Peer) -> None:
@@ -241,6 +247,7 @@ class CudaDevice:
             gone = self._peers.pop(peer.nonce, None)
             if gone is not None:
                 self._leaving.append(gone)  # the caller is the control thread, which must not wait for the driver
+                self._count_programs()
 
     @contextlib.contextmanager
     def using(self, nonce: str) -> Iterator[Reached | None]:
@@ -278,16 +285,18 @@ class CudaDevice:
         """Whether nothing of ours runs."""
         return stream_ended(self._op.cuda_stream) and self.ctl[w.BEGUN] == self.ctl[w.FINISHED]
 
+    def _count_programs(self) -> None:
+        """Count how many programs fit beside those of the peers."""
+        self._sharing = 1 + sum(peer.export.uuid == self._uuid for peer in self._peers.values())
+        self._fit = room(self._multiprocessors, self._sharing)
+
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
-        with self._lock:
-            sharing = 1 + sum(peer.export.uuid == self._uuid for peer in self._peers.values())
-        fit = room(self._multiprocessors, sharing)
-        if fit < 1:
+        if self._fit < 1:
             raise FtcommError(
-                f"{sharing} ranks share a GPU of {self._multiprocessors} multiprocessors: too many to run at once. Use "
-                "fewer ranks a GPU."
+                f"{self._sharing} ranks share a GPU of {self._multiprocessors} multiprocessors: too many to run at "
+                "once. Use fewer ranks a GPU."
             )
-        return programs(nbytes, lanes, sms, fit)
+        return programs(nbytes, lanes, sms, self._fit)
 
     # ---- arrays -------------------------------------------------------------------------------------------------
 
@@ -346,25 +355,30 @@ class CudaDevice:
 
     def launch(self, launch: KernelLaunch) -> None:
         stream = self._order()
-        moves = isinstance(launch.variant, CollectiveVariant)
+        array, variant, pieces = launch.array, launch.variant, launch.pieces
+        moves = isinstance(variant, CollectiveVariant)
         second = launch.source if moves else launch.kept
-        scalars = (
-            *(self.address(launch.array), 0 if second is None else self.address(second)),
+        scalars: tuple[int, ...] = (
+            *self._words.addresses,
+            array.data_ptr(),
+            0 if second is None else second.data_ptr(),
             *(launch.chunks, launch.count, launch.call, launch.template, _NO_DEADLINE),
-            *((launch.who, 0 if launch.pieces is None else self.address(launch.pieces)) if moves else ()),
         )
+        if moves:
+            scalars = (*scalars, launch.who, 0 if pieces is None else pieces.data_ptr())
         try:
             if launch.chunks > len(self._table.words):
                 with self._on():
                     self._table = Pinned(launch.chunks * _UNIT)
-            short = small(max(launch.array.nbytes, 0 if second is None else second.nbytes))
-            kernel = _LOADED.get((self._index, launch.variant, short)) or self._load(launch.variant, short, scalars)
-            launch.array.record_stream(stream)
-            for other in (launch.source, launch.pieces):
-                if other is not None:
-                    other.record_stream(stream)
-            with self._context.pushed():
-                kernel.launch(launch.programs, stream, self._words.addresses + scalars)
+            short = small(array.nbytes if second is None else max(array.nbytes, second.nbytes))
+            kernel = _LOADED.get((self._index, variant, short)) or self._load(variant, short, scalars)
+            array.record_stream(stream)
+            if moves:
+                for other in (second, pieces):
+                    if other is not None:
+                        other.record_stream(stream)
+            with self._context.pushed:
+                kernel.launch(launch.programs, stream, scalars)
             if self._captures is not None and stream is self._op:
                 with self._on():
                     self._say_called()
@@ -383,8 +397,8 @@ class CudaDevice:
         function = collective if moves else allreduce
         names = function.arg_names[len(COLLECTIVE_SCALARS if moves else SCALARS) :]
         with self._on(), self._brief_stream() as stream, torch.cuda.stream(stream):
-            compiled = function[(1,)](*self._scratch.addresses, *scalars, **constants)
-        kernel = _LOADED[self._index, variant, short] = _Kernel(compiled, tuple(constants[name] for name in names))
+            compiled = function[(1,)](*self._scratch.addresses, *scalars[len(self._scratch.addresses) :], **constants)
+        kernel = _LOADED[self._index, variant, short] = _Kernel(compiled, tuple(constants[name] for name in names), {})
         return kernel
 
     def copy(self, source: torch.Tensor, to: torch.Tensor) -> None:
