@@ -26,6 +26,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -51,8 +52,8 @@ def watch() -> None:
         if hasattr(builtins, name):
             setattr(builtins, name, _noted(getattr(builtins, name)))
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a stream of the user's own may refuse, or be None
-            stream.flush = _looking(stream, stream.flush)  # type: ignore[method-assign]
+        with contextlib.suppress(AttributeError, TypeError):  # a stream of the user's own may refuse, or be None
+            stream.flush = _looking(stream)  # type: ignore[method-assign]
     sys.excepthook = functools.partial(_say, sys.excepthook)
 
 
@@ -70,19 +71,27 @@ def _noted(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     return exit_with
 
 
-def _looking(stream: object, flush: Callable[[], None]) -> Callable[[], None]:
+def _looking(stream: Any) -> Callable[[], None]:
     """`flush` of `stream` as before, but when the interpreter itself calls it, the script is over: then once it looks
-    for the `SystemExit` that ended it."""
+    for the `SystemExit` that ended it. It does not keep the stream alive: Python writes what one that is dropped still
+    holds as that goes, and what is part of a cycle at the end of the interpreter goes never."""
+    there, flush = weakref.ref(stream), stream.flush
+    if getattr(flush, "__self__", None) is stream:
+        flush = None  # that of its class
 
     def look_and_flush() -> None:
         global _status
+        stream: Any = there()
         if sys._getframe().f_back is None:
             with contextlib.suppress(AttributeError):
-                del stream.flush  # type: ignore[attr-defined]
+                del stream.flush
             codes = {repr(x.code): x.code for x in gc.get_objects() if issubclass(type(x), SystemExit)}
             if len(codes) == 1:  # else the script has kept one that it had caught
                 [_status] = codes.values()
-        flush()
+        if flush is not None:
+            flush()
+        elif stream is not None:
+            type(stream).flush(stream)
 
     return look_and_flush
 

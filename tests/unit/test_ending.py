@@ -125,3 +125,16 @@ def test_of_a_command_it_is_known_whether_its_step_loop_came_to_its_end(end: str
 def test_of_an_imported_exit_it_is_known_whether_its_step_loop_came_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("{}", "imported(3)"))
     assert says(str(tmp_path / "script.py")) == (RAISED, 3)
+
+
+def test_what_a_stream_holds_that_the_script_drops_is_written_as_it_goes() -> None:
+    script = """
+import os, sys
+from ftcomm.process import ending
+sys.stdout = open(1, "w", closefd=False)
+ending.watch()
+print("before")
+sys.stdout = sys.__stdout__
+os.write(1, b"behind")
+"""
+    assert says("-c", script) == ("before\nbehind", 0)
