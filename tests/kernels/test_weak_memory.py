@@ -188,6 +188,7 @@ def _first(found: Iterator[str]) -> str:
     return wrong
 
 
+@pytest.mark.protocol
 def test_sums_and_view_changes_hold() -> None:
     chance = seed()
     for each in range(chance, chance + 3):

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.protocol
 def test_each_runs() -> None:
     path = Path(__file__).with_name("bench_parts.py")
     command = [sys.executable, "-m", "pytest", str(path), "-q", "--benchmark-disable", "-p", "no:cacheprovider"]

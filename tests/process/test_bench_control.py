@@ -12,6 +12,8 @@ import pytest
 from ftcomm.bench.control_plane import ControlRequest
 from ftcomm.errors import SettingsError
 
+pytestmark = pytest.mark.protocol
+
 
 def test_what_is_lost_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "control.json"

@@ -26,6 +26,7 @@ RUN = {
 }
 
 
+@pytest.mark.protocol  # of FSDP2 on the newest torch tell tests/torch/test_fsdp.py and test_own_world.py
 def test_a_sharded_training_with_a_kill_beside_one_without(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = bench("hsdp", "--smoke", "--json", str(path))

@@ -16,7 +16,8 @@ from tests.exchange_calls import HOWS, _switch_often, agree, calls, expected, gi
 from tests.exchange_rig import Caller, Member, Rig
 
 
-# Of two members, one is reached by the same way whether the group is mixed or not.
+# Of two members, one is reached by the same way whether the group is mixed or not. How torch adds: test_reduce.py.
+@pytest.mark.protocol
 @pytest.mark.parametrize(
     ("count", "how"),
     [

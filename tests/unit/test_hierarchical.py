@@ -22,6 +22,8 @@ from ftcomm.simulation.memory import TinyMemory
 from ftcomm.transport.segment import HOST, LEAST, POSTED, REDUCED, level, levels, sized
 from tests.slots import slot_of
 
+pytestmark = pytest.mark.protocol  # torch adds as in test_reduce.py; here it is the reference
+
 CHUNK = 4096
 
 Group = tuple[tuple[tuple[int, ...], ...], frozenset[int]]

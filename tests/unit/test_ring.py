@@ -22,6 +22,8 @@ from ftcomm.simulation.memory import TinyMemory
 from ftcomm.transport.segment import TREE, header, levels, published
 from tests.slots import slot_of
 
+pytestmark = pytest.mark.protocol  # torch adds as in test_reduce.py; here it is the reference
+
 CHUNK = 4096
 CARRIER = {1: torch.uint8, 2: torch.uint16}
 STEPS = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
