@@ -39,9 +39,11 @@ from ftcomm.membership.derived import (
     Action,
     AskMember,
     DerivedMembership,
+    FailGroup,
     Left,
     ReachMember,
     ReportStall,
+    ReturnedElsewhere,
     SubgroupProgress,
     TellCaller,
 )
@@ -105,7 +107,7 @@ class SubgroupInternals:
         self._dial, self._on_stall, self._on_lost = dial, on_stall, on_lost
         self._on_failed = on_failed
         in_view = group.internals.router.newest is not None
-        self._made = group.internals.next_boundary() if in_view else None  # before which boundary; None: not known yet
+        made = group.internals.next_boundary() if in_view else None
         self.error: BaseException | None = None
         self._lock = threading.Lock()  # never held across a wait
         self.p2p = JobProgressEngine(group.replica, group.shard, self._dial_p2p)
@@ -128,11 +130,8 @@ class SubgroupInternals:
         )
         self._segment = communicator.segment
         self.exchange = communicator.exchange
-        self._membership = DerivedMembership(
-            group.replica, replicas, communicator.here, settings.timeouts, in_step=bool(self._made)
-        )
-        self._changed = threading.Condition(self._lock)  # of the membership, the next two, and the error
-        self._last = float("inf")  # ops that can be done before the group ends, as a member has closed it
+        self._membership = DerivedMembership(group.replica, replicas, communicator.here, settings.timeouts, made)
+        self._changed = threading.Condition(self._lock)  # of the membership, and the error
         self._leaves = False  # this member closes it
         self._waiting = 0  # threads of the user that wait for a view
         self._ended: dict[int, tuple[int, str]] = {}  # in which epoch the connection with a member has ended, and why
@@ -153,7 +152,7 @@ class SubgroupInternals:
             return
         self.entered(view)
         # In a step those that do not come are removed as stalls, which takes longer than an op may.
-        timeout = max(timeout, self.call_timeout()) if self._made else timeout
+        timeout = max(timeout, self.call_timeout()) if self._membership.made else timeout
         try:
             self._wait_for(view.epoch, timeout, "all that live have made this group")
         except CollectiveTimeout as error:
@@ -169,13 +168,13 @@ class SubgroupInternals:
         self.job.may_call()
         if self._membership.epoch == 0:
             self._wait_for(1, self.call_timeout(), "they have made this group again, which they may have closed")
-        if self.error is None and self.exchange.issued >= self._last:
+        if self.error is None and self.exchange.issued >= self._membership.last:
             raise self._no_more()
         if self.error is not None:
             raise fresh(self.error)
 
     def _no_more(self) -> FtcommError:
-        return FtcommError(f"{self}: a member has closed the group after {self._last} ops; {_MEND}")
+        return FtcommError(f"{self}: a member has closed the group after {self._membership.last} ops; {_MEND}")
 
     def when(self) -> tuple[int, int]:
         """Returns when a call is made now, see `Internals.when`."""
@@ -188,7 +187,7 @@ class SubgroupInternals:
     def check_called(self, op: Operation) -> None:
         """Raise for an op that was called after it was heard that a member has closed the group: whoever is left has
         done it alone, or waits."""
-        if op.number >= self._last:
+        if op.number >= self._membership.last:
             self.fail(self._no_more())
             raise self._no_more()
 
@@ -245,8 +244,7 @@ class SubgroupInternals:
     def entered(self, view: View) -> None:
         """A view of the job is in force. Does not block."""
         with self._lock:
-            self._made = (view.step or 0) if self._made is None else self._made
-            actions = [] if self.error is not None else self._membership.entered(view)
+            actions = self._membership.entered(view)
             if actions:
                 self.p2p.enter(view)
                 self._events.put(lambda: actions)
@@ -359,6 +357,10 @@ class SubgroupInternals:
                     self._do(asks)
                 case ReportStall(epoch, missing, lasted):
                     self._report(epoch, missing, lasted)
+                case ReturnedElsewhere(ops):
+                    self.exchange.returned_elsewhere(ops)
+                case FailGroup(replica, ops):
+                    self.fail(FtcommError(f"{self}: replica {replica} has closed the group after {ops} ops; {_MEND}"))
 
     def _say(self, happens: Callable[..., list[Action]], *what: Any) -> None:
         """Tell the thread that something has happened. Any thread."""
@@ -386,7 +388,7 @@ class SubgroupInternals:
         me = ask.view.member(self.replica)
         assert me is not None
         fields = self._communicator.fields(ENTERED if ask.entered else ASK, me.incarnation, epoch)
-        fields.update(made=self._made or 0, since=self.job.router.since(self.name))
+        fields.update(made=self._membership.made or 0, since=self.job.router.since(self.name))
         wanted = lambda: self._membership.is_current(epoch) and self.error is None  # noqa: E731
         if ask.there:
             fields["there"] = ask.there
@@ -399,21 +401,11 @@ class SubgroupInternals:
             if isinstance(said, SubgroupProgress):
                 self._say(self._membership.told, epoch, replica, said)
             else:
-                self._ends_after(said, replica)
-                self._say(self._membership.left, epoch, replica)
+                self._say(self._left, epoch, replica, said)
 
-    def _ends_after(self, said: Left, replica: int) -> None:
-        """A member has closed the group: what it has returned is FINAL here, what it has taken may have returned
-        elsewhere and goes on, and no other op can be done. One that has never been in it leaves what was done before it
-        came."""
-        ops = self.exchange.returned if said.fresh else said.taken
-        with self._changed:
-            self._last = min(self._last, ops)
-        if not said.fresh:
-            self.exchange.returned_elsewhere(said.returned)
-        goes_on = not said.fresh and max(said.returned, self.exchange.returned) < self._last
-        if self.exchange.issued > self._last and not goes_on:  # else the op that comes then is a stall
-            self.fail(FtcommError(f"{self}: replica {replica} has closed the group after {ops} ops; {_MEND}"))
+    def _left(self, epoch: int, replica: int, said: Left, now: float) -> list[Action]:
+        exchange = self.exchange
+        return self._membership.left(epoch, replica, said, exchange.returned, exchange.issued, now)
 
     def _reach_member(self, reach: ReachMember) -> None:
         epoch, replica = reach.view.epoch, reach.member.replica
@@ -459,11 +451,9 @@ class SubgroupInternals:
 
     def _meets(self, call: Incoming) -> bool:
         with self._lock:
-            if (self._made is not None and call.since > self._made) or not self._membership.accepts(call):
+            if not self._membership.accepts(call):
                 return False
-            over: list[Action] = [TellCaller(call, None)]  # the caller asks again
-            known = self._made is not None or not call.since
-            actions = self._membership.asked(call) if self.error is None and known else over
+            actions = self._membership.asked(call)
             self._changed.notify_all()
         self._do(actions)
         return True
@@ -479,7 +469,7 @@ class SubgroupInternals:
     def _stalled(self, stall: Stall) -> None:
         """Ask the members that an op waits for: they may have closed the group, of which only the next view would
         tell."""
-        if stall.op >= self._last:
+        if stall.op >= self._membership.last:
             self.fail(self._no_more())
             return
         self._events.put(lambda: self._membership.ask(stall.waiting_on))

@@ -99,19 +99,39 @@ class ReportStall:
     lasted: float
 
 
-Action = Freeze | AskMember | TellCaller | ReachMember | Resume | ReportStall
+@dataclasses.dataclass(frozen=True)
+class ReturnedElsewhere:
+    """A member that has left had returned so many ops: they return here, too, whatever comes."""
+
+    ops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FailGroup:
+    """Fail the group: an op was called that cannot be done, since `replica` has closed the group after `ops`."""
+
+    replica: int
+    ops: int
+
+
+Action = Freeze | AskMember | TellCaller | ReachMember | Resume | ReportStall | ReturnedElsewhere | FailGroup
 
 
 class DerivedMembership:
     """The membership of one member. Not thread-safe. Every method but the first returns actions in order. `here` is the
-    segment of this member, and `among` are all replicas that may ever be members. `in_step`: it was made in a step of
-    the job, as the scripts of the others do in that step."""
+    segment of this member, and `among` are all replicas that may ever be members.
+
+    made: before which step boundary this member made the group, 0 before the first; None in a replica that joins, until
+        it is in a view. In a step the scripts of the others make it, too.
+    last: how many ops can be done before the group ends, as a member has closed it.
+    """
 
     def __init__(
-        self, replica: int, among: Collection[int], here: Address, timeouts: Timeouts, *, in_step: bool = False
+        self, replica: int, among: Collection[int], here: Address, timeouts: Timeouts, made: int | None = None
     ) -> None:
-        self.replica, self.among = replica, frozenset(among)
-        self._in_step = in_step
+        self.replica, self.among, self.made = replica, frozenset(among), made
+        self.last = float("inf")
+        self._in_step, self._over = bool(made), False
         self.epoch = 0  # the epoch that the exchange runs in
         self.view: View | None = None  # the job's newest view, restricted; entered, or about to be
         self._here, self._timeouts = here, timeouts
@@ -131,7 +151,9 @@ class DerivedMembership:
 
     def entered(self, view: View) -> list[Action]:
         """Note that a view of the job is in force."""
-        if self.view is not None and view.epoch <= self.view.epoch:
+        if self.made is None:
+            self.made = view.step or 0
+        if self._over or (self.view is not None and view.epoch <= self.view.epoch):
             return []
         self.view = self._restricted(view)
         self._accounts, self._reaching, self._reached, self._retries = {}, set(), set(), {}
@@ -152,11 +174,17 @@ class DerivedMembership:
 
     def accepts(self, call: Incoming) -> bool:
         """Whether a call is for this group. A member that has closed it may have made the next group of its name, while
-        this one lasts here, whose staging the next one must not take for its own."""
+        this one lasts here, whose staging the next one must not take for its own. So it is if the caller knows that the
+        others made their last one at a later boundary."""
+        if self.made is not None and call.since > self.made:
+            return False
         return call.there in ("", self._here.nonce) and self._is_ours(call.member, call.instance, call.nonce)
 
     def asked(self, call: Incoming) -> list[Action]:
-        """Take a call, which was accepted, for the account of this member."""
+        """Take a call, which was accepted, for the account of this member. While it does not know when it made this
+        group, that may be an earlier one than the caller asks for, which asks again."""
+        if self._over or (self.made is None and call.since):
+            return [TellCaller(call, None)]
         account = self._account
         if call.what == ENTERED and self.is_current(call.epoch):
             self._entered_by.add(call.member)
@@ -179,17 +207,25 @@ class DerivedMembership:
         self._accounts[replica] = account
         return self._go_on(now)
 
-    def left(self, epoch: int, replica: int, now: float) -> list[Action]:
-        """Note that a member that was asked for `epoch` has closed the group."""
+    def left(self, epoch: int, replica: int, said: Left, returned: int, issued: int, now: float) -> list[Action]:
+        """Note that a member that was asked for `epoch` has closed the group. What it has returned is FINAL here, what
+        it has taken may have returned elsewhere and goes on, and no other op can be done. Here so many ops have
+        returned, and so many were issued."""
         self._answered(epoch, replica)
+        ops = returned if said.fresh else said.taken  # a fresh one leaves what was done before it came
+        self.last = min(self.last, ops)
+        elsewhere: list[Action] = [] if said.fresh else [ReturnedElsewhere(said.returned)]
+        goes_on = not said.fresh and max(said.returned, returned) < self.last
+        if issued > self.last and not goes_on:  # else the op that comes then is a stall
+            return [*elsewhere, FailGroup(replica, ops)]
         if not self.is_current(epoch):
-            return []
+            return elsewhere
         assert self.view is not None
         member = self.view.member(replica)
         if member is not None:
             self._gone.add(member.incarnation)
             self.view = self._restricted(self.view)
-        return self._go_on(now) if self.wants(epoch) else []
+        return [*elsewhere, *self._go_on(now)] if self.wants(epoch) else elsewhere
 
     def unanswered(self, epoch: int, replica: int, now: float) -> list[Action]:
         """Note that a member has not answered: it is not there yet, or gone, which the next view will tell."""
@@ -273,7 +309,7 @@ class DerivedMembership:
     def close(self) -> list[Action]:
         """End the group: no caller gets an account any more."""
         calls, self._calls = self._calls, {}
-        self._retries = {}
+        self._retries, self._over = {}, True
         return [TellCaller(call, None) for call in calls.values()]
 
     # -- what follows ------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from ftcomm.membership.derived import (
     Action,
     AskMember,
     DerivedMembership,
+    FailGroup,
     Left,
     ReachMember,
     ReportStall,
+    ReturnedElsewhere,
     SubgroupProgress,
     TellCaller,
 )
@@ -66,8 +68,8 @@ class SimulatedSubgroup:
             group=name,
         )
         here = Address(f"host{rank.host}", rank.port % 65536, f"boot{rank.host}", rank.port, 0, self._nonce)
-        self._made = None if rank.view is None else rank.next_boundary
-        self.membership = DerivedMembership(rank.replica, among, here, rank.timeouts, in_step=bool(self._made))
+        known = None if rank.view is None else rank.next_boundary
+        self.membership = DerivedMembership(rank.replica, among, here, rank.timeouts, known)
         self._over = False
         self._cache = PeerCache()
         self._asking: dict[SimulatedConnection, None] = {}
@@ -83,17 +85,14 @@ class SimulatedSubgroup:
 
     def entered(self, view: View) -> None:
         """A view of the job is in force."""
-        self._made = (view.step or 0) if self._made is None else self._made
-        if not self._over:
-            self._do(self.membership.entered(view))
+        self._do(self.membership.entered(view))
 
     def take(self, call: Incoming) -> bool:
         """Does what `ftcomm.communicator.Communicator.take` does."""
         if call.what in (ASK, ENTERED):
-            if (self._made is not None and call.since > self._made) or not self.membership.accepts(call):
+            if not self.membership.accepts(call):
                 return False
-            known = self._made is not None or not call.since
-            self._do(self.membership.asked(call) if known else [TellCaller(call, None)])
+            self._do(self.membership.asked(call))
             self.rank.goes_on_in_group()
         elif call.instance == self._nonce:
             self.exchange.attach(call.sock.connection, call.member, call.epoch, call.nonce)  # type: ignore[attr-defined]
@@ -147,6 +146,12 @@ class SimulatedSubgroup:
                 case ReportStall(epoch, missing, lasted):
                     if self._is_needed():
                         self.rank.stalled_in_group(Stall(epoch, CHANGE, missing, lasted))
+                case ReturnedElsewhere(ops):
+                    self.exchange.exchange.returned_elsewhere(ops)
+                case FailGroup(replica, ops):
+                    raise AssertionError(
+                        f"{self.rank.name} has called ops after the {ops} of {replica}, which has left"
+                    )
         due = self.membership.due()
         if due < self._due:
             self._due = due
@@ -190,10 +195,8 @@ class SimulatedSubgroup:
             self._asking.pop(connection, None)
             connection.close(0)
             if isinstance(said, Left):
-                last = self.exchange.inflight.returned if said.fresh else said.taken
-                if self.exchange.inflight.issued > last:
-                    raise AssertionError(f"{self.rank.name} has called ops that {replica}, which has left, has not")
-                self._happens(self.membership.left, epoch, replica)
+                flight = self.exchange.inflight
+                self._happens(self.membership.left, epoch, replica, said, flight.returned, flight.issued)
             else:
                 self._happens(self.membership.told, epoch, replica, said)
 
@@ -259,14 +262,12 @@ class SimulatedSubgroup:
     ) -> None:
         """`nonce` is that of the segment there, if it is known."""
 
-        since = self.rank.since(self.name)
+        since, made = self.rank.since(self.name), self.membership.made or 0
 
         def accept(target: Any, connection: SimulatedConnection) -> bool:
             end: Any = AcceptedEnd(connection)
             target.deal(
-                Incoming(
-                    self.name, what, self.rank.replica, instance, end, epoch, self._nonce, nonce, self._made or 0, since
-                )
+                Incoming(self.name, what, self.rank.replica, instance, end, epoch, self._nonce, nonce, made, since)
             )
             return True
 

@@ -52,7 +52,7 @@ from ftcomm.control.view_differences import ViewsReceived, ViewsSent
 from ftcomm.control.views import NO_ADDRESSES, Addresses, Member, View
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import operand
-from ftcomm.membership.derived import Action, DerivedMembership, TellCaller
+from ftcomm.membership.derived import Action, DerivedMembership, Left, TellCaller
 from ftcomm.membership.static import FailOps, StaticMembership, TellMember
 from ftcomm.simulation.history import run
 from ftcomm.simulation.leader import SimulatedLeader
@@ -685,11 +685,36 @@ def tells_no_account_again(patch: Patch) -> None:
     patch.setattr(DerivedMembership, "asked", sparing)
 
 
+def _closes_unmet(patch: Patch) -> None:
+    """A joiner closes a group that it was in no view of, though the others are about to ask for its account. Alone that
+    breaks nothing."""
+    needed = DerivedMembership.is_needed
+    patch.setattr(DerivedMembership, "is_needed", lambda self: self.epoch != 0 and needed(self))
+
+
+def counts_the_ops_of_who_was_never_in(patch: Patch) -> None:
+    """A joiner that closes a group before it was in a view of it ends it for the others, as if it had taken no op."""
+    _closes_unmet(patch)
+    left = DerivedMembership.left
+
+    def counting(self: DerivedMembership, epoch: int, replica: int, said: Left, *rest: Any) -> list[Action]:
+        return left(self, epoch, replica, msgspec.structs.replace(said, fresh=False), *rest)
+
+    patch.setattr(DerivedMembership, "left", counting)
+
+
+def an_earlier_group_answers(patch: Patch) -> None:
+    """A member takes a call of a joiner for this group that means the next one of its name."""
+    _closes_unmet(patch)
+    accepts, asked = DerivedMembership.accepts, DerivedMembership.asked
+    patch.setattr(DerivedMembership, "accepts", lambda self, call: accepts(self, call._replace(since=0)))
+    patch.setattr(DerivedMembership, "asked", lambda self, call: asked(self, call._replace(since=0)))
+
+
 def closes_before_it_was_in(patch: Patch) -> None:
     """A joiner closes a group that it was in no view of, though the others are about to ask for its account, and does
     not remember that they made it before it came."""
-    needed = DerivedMembership.is_needed
-    patch.setattr(DerivedMembership, "is_needed", lambda self: self.epoch != 0 and needed(self))
+    _closes_unmet(patch)
     close = Rank.close_group
 
     def forgetful(self: Rank, name: str) -> None:
@@ -975,6 +1000,8 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "any-group-of-that-name": (any_group_of_that_name, "calm", 100),
     "tells-no-account-again": (tells_no_account_again, "kills", 40),
     "closes-before-it-was-in": (closes_before_it_was_in, "storm", 40),
+    "counts-the-ops-of-who-was-never-in": (counts_the_ops_of_who_was_never_in, "storm", 40),
+    "an-earlier-group-answers": (an_earlier_group_answers, "storm", 40),
     "takes-back-what-is-in-force": (takes_back_what_is_in_force, "coordinator", 1000),
     "opens-any-record": (opens_any_record, "attacked", 100),
     "counts-no-records": (counts_no_records, "attacked", 100),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from ftcomm.control.actions import Freeze, Resume
@@ -14,8 +15,11 @@ from ftcomm.membership.derived import (
     Action,
     AskMember,
     DerivedMembership,
+    FailGroup,
+    Left,
     ReachMember,
     ReportStall,
+    ReturnedElsewhere,
     SubgroupProgress,
     TellCaller,
 )
@@ -41,9 +45,9 @@ def account(epoch: int, replica: int) -> SubgroupProgress:
     return SubgroupProgress(epoch, at(replica), HELD)
 
 
-def call(epoch: int, member: int, what: str = ASK, nonce: str = "") -> Incoming:
+def call(epoch: int, member: int, what: str = ASK, nonce: str = "", since: int = 0) -> Incoming:
     sock: Any = None
-    return Incoming("g", what, member, f"first-{member}", sock, epoch, nonce or f"{member:032x}")
+    return Incoming("g", what, member, f"first-{member}", sock, epoch, nonce or f"{member:032x}", since=since)
 
 
 def asked(actions: list[Action]) -> list[int]:
@@ -123,7 +127,8 @@ def test_who_cannot_be_reached_is_asked_again_as_it_may_have_left() -> None:
     driven.machine.reached(5, 3, 0.0)
     assert driven.machine.unreachable(5, 1, 0.0) == []
     assert asked(driven.machine.tick(driven.machine.due())) == [1]
-    (resume,) = driven.machine.left(5, 1, 0.0)
+    elsewhere, resume = driven.machine.left(5, 1, Left(3, 3), 3, 3, 0.0)
+    assert elsewhere == ReturnedElsewhere(3)
     assert isinstance(resume, Resume)
     assert resume.view.replicas == (0, 3)
     assert driven.enter(job(6, 0, 1, 3)).view.replicas == (0, 3)
@@ -167,7 +172,7 @@ def test_a_member_is_needed_until_the_others_have_entered_what_it_has() -> None:
     driven.machine.asked(call(5, 1, ENTERED))
     driven.machine.asked(call(4, 3, ENTERED))
     assert driven.machine.is_needed()
-    driven.machine.left(5, 3, 0.0)
+    driven.machine.left(5, 3, Left(3, 3), 3, 3, 0.0)
     assert not driven.machine.is_needed()
 
 
@@ -183,6 +188,64 @@ def test_a_joiner_is_needed_until_it_runs_in_a_view_though_the_others_do() -> No
     assert not driven.machine.is_needed()
 
 
+@pytest.mark.parametrize(
+    ("said", "returned", "issued", "fails"),
+    [
+        (Left(2, 3), 3, 3, False),  # nothing more was called here
+        (Left(2, 3), 3, 4, True),
+        (Left(2, 3), 2, 4, False),  # one that it has taken is still to return, and then the next one is a stall
+        (Left(3, 3), 2, 4, True),
+        (Left(0, 0, fresh=True), 5, 5, False),
+        (Left(0, 0, fresh=True), 5, 6, True),
+    ],
+)
+def test_ops_that_a_member_has_not_taken_that_leaves_cannot_be_done(
+    said: Left, returned: int, issued: int, fails: bool
+) -> None:
+    driven = Driven()
+    driven.enter(job(5, 0, 1, 3))
+    actions = driven.machine.left(5, 1, said, returned, issued, 0.0)
+    last = returned if said.fresh else said.taken
+    expected: list[Action] = [] if said.fresh else [ReturnedElsewhere(said.returned)]
+    assert actions == [*expected, *([FailGroup(1, last)] if fails else [])]
+    assert driven.machine.last == last
+    driven.machine.left(5, 3, Left(9, 9), 9, 9, 0.0)
+    assert driven.machine.last == last, "who leaves later, with more ops, gives none of them back"
+
+
+def test_what_a_member_had_returned_that_has_left_is_told_after_the_next_view_too() -> None:
+    driven = Driven()
+    driven.enter(job(5, 0, 1, 3))
+    driven.machine.entered(job(6, 0, 1, 3))
+    assert driven.machine.left(5, 1, Left(2, 3), 2, 3, 0.0) == [ReturnedElsewhere(2)]
+    assert driven.machine.view is not None
+    assert driven.machine.view.replicas == (0, 1, 3), "it is asked again before that view"
+
+
+def test_a_call_that_means_a_later_group_of_the_name_is_not_for_this_one() -> None:
+    made = DerivedMembership(0, (0, 1, 3), at(0), TIMEOUTS, made=4)
+    assert made.accepts(call(5, 1, since=4))
+    assert not made.accepts(call(5, 3, since=5))
+    joins = DerivedMembership(0, (0, 1, 3), at(0), TIMEOUTS)
+    later = call(5, 1, since=5)
+    assert joins.accepts(later)
+    assert joins.asked(later) == [TellCaller(later, None)], "it cannot know yet, so the caller asks again"
+    assert joins.asked(call(5, 3)) == []
+    view = job(5, 0, 1, 3)
+    joins.entered(msgspec.structs.replace(view, step=7))
+    assert joins.made == 7
+    assert joins.accepts(later)
+    assert joins.asked(later) == []
+
+
+def test_a_closed_group_tells_nobody_anything_and_enters_nothing() -> None:
+    driven = Driven()
+    driven.enter(job(5, 0, 1, 3))
+    driven.machine.close()
+    assert driven.machine.entered(job(6, 0, 1, 3)) == []
+    assert driven.machine.asked(call(5, 1)) == [TellCaller(call(5, 1), None)]
+
+
 def test_for_whom_an_op_waits_is_asked_and_not_again_before_the_answer() -> None:
     driven = Driven()
     assert driven.machine.ask((1,)) == []
@@ -196,7 +259,7 @@ def test_for_whom_an_op_waits_is_asked_and_not_again_before_the_answer() -> None
     driven.machine.unanswered(5, 1, 0.0)
     assert driven.machine.ask((1, 3)) == [], "it is asked again at its time"
     assert asked(driven.machine.tick(driven.machine.due())) == [1]
-    driven.machine.left(5, 1, 0.0)
+    driven.machine.left(5, 1, Left(3, 3), 3, 3, 0.0)
     driven.told(5, 3)
     assert asked(driven.machine.ask((1, 3))) == [3]
     driven.stop(job(6, 0, 1, 3))
@@ -205,7 +268,7 @@ def test_for_whom_an_op_waits_is_asked_and_not_again_before_the_answer() -> None
 
 def test_a_stall_is_reported_of_who_does_not_make_a_group_that_others_make_in_a_step() -> None:
     driven = Driven()
-    driven.machine = DerivedMembership(0, (0, 1, 3), at(0), TIMEOUTS, in_step=True)
+    driven.machine = DerivedMembership(0, (0, 1, 3), at(0), TIMEOUTS, made=1)
     driven.stop(job(5, 0, 1, 3))
     driven.told(5, 1)
     assert driven.machine.due() == TIMEOUTS.op, "as long as an op may take"

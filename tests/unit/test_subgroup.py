@@ -506,7 +506,7 @@ def test_an_op_that_a_member_has_taken_that_leaves_returns_on_all_others(monkeyp
         assert leaves._exchange.returned < leaves._exchange.taken == 2
         next_ones = [group.allreduce(np.ones(3), async_op=True) for group in groups[1:]]
         until = time.monotonic() + DEADLINE
-        while late.internals._last > 2:
+        while late.internals._membership.last > 2:
             assert time.monotonic() < until
             time.sleep(0.01)
         knows.set()
