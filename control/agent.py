@@ -603,7 +603,7 @@ class Agent:
         self._away += away
         self.data_plane.wait_on(away)
         stalls, now = self.data_plane.stalls(self._timeouts.op_floor), time.monotonic()
-        missing = self._node.waiting()[1] or (() if stalls is None else stalls[1])
+        missing = self._node.waiting()[1] or (() if stalls is None else stalls.replicas)
         if not missing or now - self._said_waits < self._timeouts.op:
             return
         self._said_waits = now

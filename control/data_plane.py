@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ftcomm.control import messages as m
 from ftcomm.control.views import View
+
+
+class WaitsFor(NamedTuple):
+    """An op that makes no progress (or `ftcomm.control.blame.CHANGE`), and the replicas that have to move."""
+
+    op: int
+    replicas: tuple[int, ...]
 
 
 class DataPlane(Protocol):
@@ -39,7 +46,7 @@ class DataPlane(Protocol):
     def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
         """Resume. Returns what was in flight, for the log."""
 
-    def stalls(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+    def stalls(self, seconds: float) -> WaitsFor | None:
         """Returns the op in flight that has made no progress for `seconds`, and the replicas that it waits for; None
         without one."""
 

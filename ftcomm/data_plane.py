@@ -10,7 +10,7 @@ from ftcomm.collective.placement import order
 from ftcomm.communicator import JobCommunicator
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
-from ftcomm.control.data_plane import Unreachable
+from ftcomm.control.data_plane import Unreachable, WaitsFor
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
 from ftcomm.errors import FtcommError, RemovedError, TooLateError, TransportError
@@ -63,7 +63,7 @@ class LocalDataPlane:
     def progress(self) -> m.Progress:
         return self._exchange.progress()
 
-    def stalls(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+    def stalls(self, seconds: float) -> WaitsFor | None:
         """Returns what `waiting` says of this group or of another one of this rank. Any thread."""
         return self._communicator.router.waiting(seconds)
 
@@ -160,6 +160,6 @@ class LocalDataPlane:
         self._on_view(view)
         self._p2p.enter(view)
 
-    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+    def waiting(self, seconds: float) -> WaitsFor | None:
         stall = self._exchange.waiting(seconds)
-        return None if stall is None else (stall.op, stall.waiting_on)
+        return None if stall is None else WaitsFor(stall.op, stall.waiting_on)

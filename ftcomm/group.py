@@ -18,7 +18,7 @@ from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import stamp_of
 from ftcomm.collective.roster import NONE
-from ftcomm.collective.watchdog import Stall
+from ftcomm.collective.watchdog import Stall, StallLog
 from ftcomm.communicator import Communicator, Terms
 from ftcomm.control import fork
 from ftcomm.control import messages as m
@@ -158,7 +158,7 @@ class Group(Calls):
         )
         self._open = True
         fork.take_part(self, f"replica {self.replica} rank {self.shard}")
-        self._stall: tuple[int, int, tuple[int, ...]] | None = None  # the last reported one
+        self._stalls = StallLog()
         self._step = 0
         self._loop = -1  # the thread that passes boundaries, -1 before the first one
         self._stamp = UNKNOWN  # of the calls of that thread
@@ -530,11 +530,11 @@ class Group(Calls):
         if self.internals.on_ended is not None:
             self.internals.on_ended(error)
 
-    def _subgroup_stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> None:
+    def _subgroup_stalled(self, stall: Stall) -> None:
         """Report the stall of a subgroup. A rank has one stall at a time for the coordinator: that of this group comes
         first."""
         if self._exchange.waiting(0) is None:
-            self._agent.stalled(epoch, op, waiting_on, lasted)
+            self._agent.stalled(*stall)
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
         self._agent.severed(replica, epoch, reason)
@@ -546,8 +546,7 @@ class Group(Calls):
 
     def _stalled(self, stall: Stall) -> None:
         """Report a stall, every second while the op stands still; one line in the log is enough."""
-        if stall[:3] != self._stall:
-            self._stall = stall[:3]
+        if self._stalls.is_new(stall):
             waiting = ", ".join(map(str, stall.waiting_on))
             who = f"replica {self.replica} rank {self.shard}"
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)

@@ -21,11 +21,12 @@ import msgspec
 
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.watchdog import Stall
+from ftcomm.collective.watchdog import Deadlines, Stall
 from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import handshake, wire
 from ftcomm.control.actions import Freeze, Resume
 from ftcomm.control.blame import CHANGE
+from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.dropped import drop
 from ftcomm.control.failed_dials import shortage
 from ftcomm.control.framing import Framing, receive_while
@@ -33,7 +34,7 @@ from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import Address, View
 from ftcomm.engines.base import Events
-from ftcomm.engines.host import HostEngine, deadlines
+from ftcomm.engines.host import HostEngine
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError, fresh
 from ftcomm.membership.derived import (
     Action,
@@ -87,12 +88,12 @@ class SubgroupInternals:
         replicas: Collection[int],
         *,
         dial: Dial,
-        on_stall: Callable[[int, int, tuple[int, ...], float], None],
+        on_stall: Callable[[Stall], None],
         on_lost: Lost,
         on_failed: Callable[[BaseException], None],
         on_divergence: Callable[[Divergence], None],
     ) -> None:
-        """See `Group.subgroup`. `on_stall(epoch, op, waiting on, for how long)`, every second, and `on_lost` before it,
+        """See `Group.subgroup`. `on_stall`, every second, and `on_lost` before it,
         of those of them to whom a connection has ended. `on_failed`: this rank cannot go on."""
         settings = group.settings
         if group.replica not in replicas or len(set(replicas)) != len(replicas):
@@ -115,7 +116,7 @@ class SubgroupInternals:
             group.replica,
             Segment(members=len(replicas), later=True),  # programs have many groups of which they use few
             settings.transport,
-            deadlines(settings.timeouts),
+            Deadlines.of(settings.timeouts),
             verify=settings.verify,
             ranks_per_replica=settings.ranks_per_replica,
         )
@@ -224,14 +225,14 @@ class SubgroupInternals:
         if self.error is None and self._membership.epoch > 0:
             self._wait_for(view.epoch, timeout, f"they have come to the view of epoch {view.epoch}")
 
-    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+    def waiting(self, seconds: float) -> WaitsFor | None:
         """Tells for whom this group waits, as `DataPlane.stalls` does. Any thread."""
         stall = self.exchange.waiting(seconds)
         if stall is not None:
-            return stall.op, stall.waiting_on
+            return WaitsFor(stall.op, stall.waiting_on)
         with self._lock:
             missing = self._membership.missing()
-        return (CHANGE, missing) if missing and self._needed() else None
+        return WaitsFor(CHANGE, missing) if missing and self._needed() else None
 
     def job_changes(self) -> None:
         """The job begins to change its view."""
@@ -426,7 +427,7 @@ class SubgroupInternals:
             if epoch != self._warned:
                 self._warned, who = epoch, ", ".join(map(str, missing))
                 log.warning("%s: replicas %s have not made it; a script makes its groups anew", self, who)
-            self._on_stall(epoch, CHANGE, missing, lasted)
+            self._on_stall(Stall(epoch, CHANGE, missing, lasted))
 
     def _needed(self) -> bool:
         """Whether somebody waits for this group: a script may have closed it elsewhere, and be about to do so here."""
@@ -477,7 +478,7 @@ class SubgroupInternals:
             epoch, why = self._ended.get(member, (0, ""))
             if epoch == stall.epoch:
                 self._on_lost(member, epoch, f"{self}: {why}")
-        self._on_stall(*stall)
+        self._on_stall(stall)
 
 
 def _answer(call: Incoming, account: SubgroupProgress | None) -> None:

@@ -13,9 +13,23 @@ from typing import NamedTuple
 from ftcomm.collective.adaptive_timeout import AdaptiveTimeouts
 from ftcomm.collective.operation import Operation, describe
 from ftcomm.control.running_time import RunningTime
-from ftcomm.control.timeouts import REPORT
+from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.errors import CollectiveTimeout
 from ftcomm.recorder.recorder import GroupRecorder, unread
+
+
+class Deadlines(NamedTuple):
+    """The seconds of an op without progress: the earliest and the latest time at which it is said to stand still, and
+    when it fails."""
+
+    floor: float
+    ceiling: float
+    give_up: float
+
+    @classmethod
+    def of(cls, times: Timeouts) -> Deadlines:
+        """Returns those of the ops of a job."""
+        return cls(times.op_floor, times.op, times.give_up)
 
 
 class Stall(NamedTuple):
@@ -26,6 +40,18 @@ class Stall(NamedTuple):
     op: int
     waiting_on: tuple[int, ...]
     lasted: float = 0.0
+
+
+class StallLog:
+    """Tells which stalls are news for the log: each is reported every second."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int, tuple[int, ...]] | None = None
+
+    def is_new(self, stall: Stall) -> bool:
+        """Whether the last report was of another stall."""
+        before, self._last = self._last, stall[:3]
+        return before != self._last
 
 
 def no_view(op: Operation, seconds: float) -> CollectiveTimeout:

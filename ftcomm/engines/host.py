@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcomm.collective.exchange import Exchange
-from ftcomm.control.timeouts import Timeouts
+from ftcomm.collective.watchdog import Deadlines
 from ftcomm.engines.base import Events
 from ftcomm.engines.host_calls import HostCalls
 from ftcomm.kernels.host.reduce import Reducer
@@ -12,11 +12,6 @@ from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings import Settings
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import HOST, Layout, Segment, layout_for
-
-
-def deadlines(times: Timeouts) -> tuple[float, float, float]:
-    """Floor, ceiling and end of an op without progress, see `Exchange`."""
-    return times.op_floor, times.op, times.give_up
 
 
 class HostEngine(HostCalls):
@@ -29,7 +24,7 @@ class HostEngine(HostCalls):
         me: int,
         segment: Segment,
         transport: str,
-        deadlines: tuple[float, float, float],
+        deadlines: Deadlines,
         *,
         verify: bool,
         ranks_per_replica: int = 1,
@@ -47,7 +42,7 @@ class HostEngine(HostCalls):
             settings.replica,
             segment,
             settings.transport,
-            deadlines(settings.timeouts),
+            Deadlines.of(settings.timeouts),
             verify=settings.verify,
             ranks_per_replica=settings.ranks_per_replica,
             reducer=reducer,
@@ -58,13 +53,13 @@ class HostEngine(HostCalls):
         return self._reducer.arithmetic
 
     def exchange(self, events: Events, recorder: GroupRecorder) -> Exchange:
-        floor, ceiling, give_up = self._deadlines
+        deadlines = self._deadlines
         return Exchange(
             self._me,
             self.segment,
-            deadline_floor=floor,
-            deadline_ceiling=ceiling,
-            give_up=give_up,
+            deadline_floor=deadlines.floor,
+            deadline_ceiling=deadlines.ceiling,
+            give_up=deadlines.give_up,
             on_stall=events.on_stall,
             on_lost=events.on_lost,
             on_failed=events.on_failed,

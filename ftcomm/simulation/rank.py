@@ -23,6 +23,7 @@ from ftcomm.collective.watchdog import Stall
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
+from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.failed_dials import Cause
 from ftcomm.control.joined import Action, Joined
 from ftcomm.control.leader import ToCoordinator
@@ -481,12 +482,12 @@ class Rank(Process):
 
     # -- what waits --------------------------------------------------------------------------------------------------
 
-    def _waiting(self) -> tuple[int, tuple[int, ...]]:
+    def _waiting(self) -> WaitsFor:
         stall = self.exchange.exchange.waiting(self.timeouts.beat)
         if stall is not None:
-            return stall.op, stall.waiting_on
+            return WaitsFor(stall.op, stall.waiting_on)
         waits = (group.waiting() for group in self._of_some())
-        return next((wait for wait in waits if wait is not None), (0, ()))
+        return next((wait for wait in waits if wait is not None), WaitsFor(0, ()))
 
     def _stalled(self, stall: Stall) -> None:
         self.do(self.node.stalled(*stall))

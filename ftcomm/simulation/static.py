@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import END_NOTICED
+from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.messages import Progress
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.views import Address, View
@@ -142,9 +143,9 @@ class SimulatedStaticGroup:
             if isinstance(peer, Mirror):
                 peer.reset(ends)
 
-    def waiting(self) -> tuple[int, tuple[int, ...]] | None:
+    def waiting(self) -> WaitsFor | None:
         stall = self.exchange.exchange.waiting(self.rank.timeouts.beat)
-        return None if stall is None else (stall.op, self.membership.replicas_of(stall.waiting_on))
+        return None if stall is None else WaitsFor(stall.op, self.membership.replicas_of(stall.waiting_on))
 
     def take(self, call: Incoming) -> bool:
         """Does what `ftcomm.static.internals.StaticGroupInternals.take` does."""

@@ -9,6 +9,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
 from ftcomm.control.actions import Freeze, Resume
 from ftcomm.control.blame import CHANGE
+from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address, View
 from ftcomm.errors import FtcommError
@@ -100,12 +101,12 @@ class SimulatedSubgroup:
             call.sock.close()
         return True
 
-    def waiting(self) -> tuple[int, tuple[int, ...]] | None:
+    def waiting(self) -> WaitsFor | None:
         stall = self.exchange.exchange.waiting(self.rank.timeouts.beat)
         if stall is not None:
-            return stall.op, stall.waiting_on
+            return WaitsFor(stall.op, stall.waiting_on)
         missing = self.membership.missing()
-        return (CHANGE, missing) if missing and self._is_needed() else None
+        return WaitsFor(CHANGE, missing) if missing and self._is_needed() else None
 
     @property
     def left(self) -> Left:

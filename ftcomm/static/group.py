@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcomm.calls import Calls
 from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.watchdog import Deadlines
 from ftcomm.communicator import Terms
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import ArgumentError
@@ -169,11 +170,11 @@ class StaticGroup(Calls):
         return self.op_timeout
 
 
-def _deadlines(op_timeout: float, of_job: Timeouts | None = None) -> tuple[float, float, float]:
-    """Returns the earliest and the latest time at which an op is said to stand still, the latter `op_timeout` without a
-    job; and the time at which the exchange ends by itself, long after the group has ended it."""
+def _deadlines(op_timeout: float, of_job: Timeouts | None = None) -> Deadlines:
+    """Returns the deadlines of an op; without a job it stands still after `op_timeout`. Its exchange ends by itself,
+    long after the group has ended it."""
     floor, ceiling = (op_timeout, op_timeout) if of_job is None else (of_job.op_floor, of_job.op)
-    return min(floor, op_timeout), min(ceiling, op_timeout), 2 * op_timeout
+    return Deadlines(min(floor, op_timeout), min(ceiling, op_timeout), 2 * op_timeout)
 
 
 def _position(name: str, members: Sequence[Any], me: Any, show: Callable[[Any], str] = str) -> int:

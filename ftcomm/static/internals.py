@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ftcomm.collective.checksum import Divergence
-from ftcomm.collective.watchdog import Stall
+from ftcomm.collective.watchdog import Deadlines, Stall, StallLog
 from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import fork, handshake
+from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.limits import MEMBERS
 from ftcomm.control.messages import Progress
 from ftcomm.control.running_time import RunningTime, RunningTimer
@@ -71,7 +72,7 @@ class StaticGroupInternals:
         terms: Terms,
         *,
         transport: str,
-        deadlines: tuple[float, float, float],
+        deadlines: Deadlines,
         op_timeout: float,
         timeout: float,
         job: Group | None = None,
@@ -114,7 +115,7 @@ class StaticGroupInternals:
         self._events: Arrivals | None = queue.SimpleQueue()  # while we meet
         self._closed = False
         self._ran = RunningTime(DOUBT / 10)  # of the thread of the pairs
-        self._stall: tuple[int, int, tuple[int, ...]] | None = None  # the last that was logged
+        self._stalls = StallLog()
         mutexes = [self._segment.address + 8 * mutex(reader) for reader in range(min(MUTEXES, len(infos)))]
         self._pairs = Pairs(
             name,
@@ -285,20 +286,19 @@ class StaticGroupInternals:
     def _diverged(self, divergence: Divergence) -> None:
         log.warning("%s: %s", self, divergence)
 
-    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+    def waiting(self, seconds: float) -> WaitsFor | None:
         """Tells for which replicas an op waits, in a job. This replica may be among them: then another rank of it has
         to move, and says for whom it waits."""
         stall = self.exchange.waiting(seconds)
         replicas = () if stall is None else self._membership.replicas_of(stall.waiting_on)
-        return (stall.op, replicas) if stall is not None and replicas else None
+        return WaitsFor(stall.op, replicas) if stall is not None and replicas else None
 
     def _stalled(self, stall: Stall) -> None:
         """Report a stall. In a job that is said from a deadline on that follows how long ops take; otherwise it is the
         end, after `op_timeout`."""
         if self.exchange.member.watch.unmoved >= self.op_timeout:
             self._happens(lambda: self._membership.gives_up(stall.op, stall.waiting_on, self.op_timeout))
-        elif stall[:3] != self._stall:
-            self._stall = stall[:3]
+        elif self._stalls.is_new(stall):
             who = self._membership.names(stall.waiting_on)
             log.warning("%s: op %d makes no progress; waiting for %s", self, stall.op, who)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from ftcomm.control import handshake
+from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.dropped import drop
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
@@ -74,7 +75,7 @@ class Receiver(Protocol):
         """Note that `view` is in force in a job. Does not block."""
         ...
 
-    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+    def waiting(self, seconds: float) -> WaitsFor | None:
         """Returns the op that has made no progress for at least `seconds`, and the replicas that have to move, in a
         job."""
         ...
@@ -177,7 +178,7 @@ class ConnectionRouter:
         for receiver in receivers:
             receiver.entered(view)
 
-    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+    def waiting(self, seconds: float) -> WaitsFor | None:
         """Returns the answer of the first group that waits."""
         with self._lock:
             receivers = list(self._receivers.values())

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ftcomm import communicator, subgroup, subgroup_internals
+from ftcomm.collective.watchdog import Stall
 from ftcomm.control import handshake
 from ftcomm.control.blame import CHANGE
 from ftcomm.control.framing import receive_while
@@ -370,13 +371,13 @@ class ShortTimeouts(Job):
 
 
 @contextlib.contextmanager
-def members(count: int) -> Iterator[tuple[list[Subgroup], list[Any], Callable[[View], None]]]:
+def members(count: int) -> Iterator[tuple[list[Subgroup], list[Stall], Callable[[View], None]]]:
     """All members of a group that have done one op, the stalls that they report, and a way to enter a view."""
     all_ = tuple(range(count))
     first = View(
         1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in all_)
     )
-    boards, stalls = [Board() for _ in all_], list[Any]()
+    boards, stalls = [Board() for _ in all_], list[Stall]()
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
         return boards[there.port].ring(fields)
@@ -386,8 +387,7 @@ def members(count: int) -> Iterator[tuple[list[Subgroup], list[Any], Callable[[V
             board.entered(view)
 
     groups = [
-        make(ShortTimeouts(replica, board, first), dial, lambda *said: stalls.append(said), all_)
-        for replica, board in enumerate(boards)
+        make(ShortTimeouts(replica, board, first), dial, stalls.append, all_) for replica, board in enumerate(boards)
     ]
     try:
         together(lambda i: groups[i].internals.begin(30.0), count)
@@ -432,7 +432,7 @@ def test_an_op_that_begins_just_when_it_is_heard_that_a_member_has_closed_the_gr
         with pytest.raises(FtcommError, match="has closed the group after 1 ops; close it here, too"):
             late.allreduce(np.ones(3))
         assert late.error is not None
-        assert not [op for _, op, _ in stalls if op != CHANGE]
+        assert not [stall for stall in stalls if stall.op != CHANGE]
 
 
 def test_groups_that_are_closed_together_wait_together(monkeypatch: pytest.MonkeyPatch) -> None:

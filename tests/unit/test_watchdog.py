@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.watchdog import Stall, Watchdog
+from ftcomm.collective.watchdog import Stall, StallLog, Watchdog
 from ftcomm.errors import CollectiveTimeout
 
 
@@ -258,3 +258,11 @@ def test_a_wait_that_is_handed_over_goes_on_until_the_replica_moves(clock: Clock
     watch.wait = None
     assert reported(watch, clock, (3,), come=6)[1] == 10.0
     assert clock.now == 114.0
+
+
+def test_a_stall_is_news_for_the_log_when_it_is_another_one_and_not_when_it_lasts() -> None:
+    seen = StallLog()
+    assert seen.is_new(Stall(1, 7, (2,), 3.0))
+    assert not seen.is_new(Stall(1, 7, (2,), 4.0))
+    assert seen.is_new(Stall(1, 7, (2, 3), 5.0))
+    assert seen.is_new(Stall(2, 7, (2, 3), 5.0))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcomm.arrays import Staged
 from ftcomm.arrays.flat import NONE, Flat
+from ftcomm.collective.watchdog import Deadlines
 from ftcomm.engines.base import CollectiveCall, Events, Finish
 from ftcomm.engines.gpu_kernel.collective import CollectiveOperation
 from ftcomm.engines.gpu_kernel.device import Device
@@ -41,13 +42,13 @@ class KernelEngine:
         self.slots: Slots | None = DeviceSlots(device, segment.nonce)
 
     def exchange(self, events: Events, recorder: GroupRecorder) -> DeviceExchange:
-        times = self._settings.timeouts
+        deadlines = Deadlines.of(self._settings.timeouts)
         self._exchange = DeviceExchange(
             self._settings.replica,
             self.device,
-            deadline_floor=times.op_floor,
-            deadline_ceiling=times.op,
-            give_up=times.give_up,
+            deadline_floor=deadlines.floor,
+            deadline_ceiling=deadlines.ceiling,
+            give_up=deadlines.give_up,
             on_stall=events.on_stall,
             on_failed=events.on_failed,
             recorder=recorder,
