@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,14 +19,21 @@ from ftcomm.arrays.dtensor import local
 from ftcomm.collective.checksum import judge, named
 from ftcomm.errors import DivergenceError, StateError
 
-if TYPE_CHECKING:
-    from ftcomm.group import Group
-
 _NAMED = 3  # how many leaves an error names
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def compare(state: Any, group: Group) -> str:
+class Comparing(Protocol):
+    """A group, in so far as states are compared through it."""
+
+    replica: int
+    replicas: int
+    shard: int
+
+    def allreduce(self, x: Any, *, atomic: bool) -> Any: ...
+
+
+def compare(state: Any, group: Comparing) -> str:
     """Compare the state, as `Group.verify` says."""
     entries = hashes(state)
     whole = hashlib.blake2b(
@@ -85,7 +92,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
         )
 
 
-def exchange(group: Group, mine: list[Any]) -> dict[int, np.ndarray[Any, Any]]:
+def exchange(group: Comparing, mine: list[Any]) -> dict[int, np.ndarray[Any, Any]]:
     """Returns the rows of all contributing replicas."""
     matrix = np.zeros((max(group.replicas, group.replica + 1), len(mine)), np.int64)
     matrix[group.replica] = mine

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ftcomm.control.agent import Agent
     from ftcomm.control.sealed import Channel
     from ftcomm.control.views import Address, View
+    from ftcomm.settings import Settings
     from ftcomm.transport.router import ConnectionRouter, Handler
 
 
@@ -28,6 +29,20 @@ class OpenLoop(Protocol):
     followed: bool  # another one has begun before this one was at its end
 
     def close(self) -> None: ...
+
+
+class JobMember(Protocol):
+    """The group of all at one rank, as the other groups of this rank know it. `Group` says what each is."""
+
+    settings: Settings
+    internals: Internals
+    replica: int
+    shard: int
+    roster: tuple[int, ...]
+    contributors: tuple[int, ...]
+
+    @property
+    def view(self) -> View: ...
 
 
 class Internals:

@@ -56,7 +56,7 @@ from ftcomm.transport.router import ASK, ENTERED, P2P, PURPOSE, Incoming
 from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.internals import JobMember
 
 log = logging.getLogger("ftcomm")
 
@@ -83,7 +83,7 @@ class SubgroupInternals:
 
     def __init__(
         self,
-        group: Group,
+        group: JobMember,
         name: str,
         replicas: Collection[int],
         *,

@@ -17,7 +17,6 @@ from ftcomm.transport.segment import Segment
 if TYPE_CHECKING:
     from ftcomm.arrays import Staged
     from ftcomm.arrays.flat import Flat
-    from ftcomm.calls import Calls
 
 Finish = Callable[[], Any]  # see `ftcomm.arrays.Staged`
 ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any], covariant=True)
@@ -32,6 +31,18 @@ class CollectiveCall(NamedTuple):
     root: int | None = None
     op: str = ""  # of what is reduced
     counts: Sequence[Sequence[int]] = ()  # of an alltoall: elements from each rank to each
+
+
+class ReducingGroup(Protocol):
+    """The part of a group that an engine calls."""
+
+    @property
+    def roster(self) -> tuple[int, ...]: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def allreduce(self, x: Any, op: str) -> Any: ...
 
 
 class CallEngine(Protocol):
@@ -61,7 +72,7 @@ class CallEngine(Protocol):
         """The op of a call other than an all-reduce: from `source` into `array`, flat as they were staged; `count`
         elements, of `size` bytes, of each rank, or as many as its `counts` say. Raises `ArgumentError`."""
 
-    def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
+    def allgather_by_copies(self, group: ReducingGroup, out: Any, x: Any) -> bool:
         """Gather by copy engines, as `Calls.allgather` says; False where there are none. Blocks."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +11,8 @@ from ftcomm.arrays.flat import to_read, to_write
 from ftcomm.collective import schedule
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.scheduled import ScheduledOperation
-from ftcomm.engines.base import CollectiveCall, Finish
+from ftcomm.engines.base import CollectiveCall, Finish, ReducingGroup
 from ftcomm.transport.segment import CHUNK, slot_payload
-
-if TYPE_CHECKING:
-    from ftcomm.calls import Calls
 
 Array = np.ndarray[Any, Any]
 
@@ -75,7 +72,7 @@ class HostCalls:
             source = source.copy()  # the result may overwrite it
         return ScheduledOperation(plan, source, array, dtype, op, count, size)
 
-    def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
+    def allgather_by_copies(self, group: ReducingGroup, out: Any, x: Any) -> bool:
         return False
 
 

@@ -33,7 +33,7 @@ from ftcomm.static.internals import StaticGroupInternals
 from ftcomm.static.pairs import PeerInfo
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.internals import JobMember
 
 
 class StaticGroup(Calls):
@@ -58,7 +58,7 @@ class StaticGroup(Calls):
     @classmethod
     def in_job(
         cls,
-        group: Group,
+        group: JobMember,
         name: str,
         members: Sequence[tuple[int, int]],
         *,

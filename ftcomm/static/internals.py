@@ -49,7 +49,7 @@ from ftcomm.transport.segment import MUTEXES, Segment, mutex
 
 if TYPE_CHECKING:
     from ftcomm.control.sealed import Channel
-    from ftcomm.group import Group
+    from ftcomm.internals import JobMember
 
 log = logging.getLogger("ftcomm")
 
@@ -75,7 +75,7 @@ class StaticGroupInternals:
         deadlines: Deadlines,
         op_timeout: float,
         timeout: float,
-        job: Group | None = None,
+        job: JobMember | None = None,
         replicas: Sequence[int] = (),
     ) -> None:
         """`infos` are all members in rank order. In a job, rank `i` is part of `replicas[i]`."""

@@ -1,4 +1,4 @@
-"""Rooms import only those below them. Imports in functions count, those for type checkers alone do not."""
+"""Rooms import only those below them. Imports in functions count, and those for type checkers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FLOORS = (
     "transport",
     "collective p2p membership",
     "engines",
-    "calls compare communicator",
-    "data_plane internals static subgroup_internals",
+    "calls compare communicator internals",
+    "data_plane static subgroup_internals",
     "subgroup",
     "group",
-    "ftcomm",  # its __init__
     "monitoring jax",
     "training launch",
+    "ftcomm",  # its __init__
     "torch simulation lab doctor dashboard",
     "demo integrations",
     "cli",
@@ -48,9 +48,9 @@ def modules() -> dict[str, ast.Module]:
 
 
 def statements(nodes: list[ast.stmt], *, lazy: bool) -> Iterator[ast.stmt]:
-    """All of a module that run, with `lazy` also those of functions."""
+    """All of a module that run when it is imported; with `lazy` also those of functions and for type checkers."""
     for node in nodes:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not lazy and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         yield node
         if lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftcomm.arrays import Staged
 from ftcomm.arrays.flat import NONE, Flat
 from ftcomm.collective.watchdog import Deadlines
-from ftcomm.engines.base import CollectiveCall, Events, Finish
+from ftcomm.engines.base import CollectiveCall, Events, Finish, ReducingGroup
 from ftcomm.engines.gpu_kernel.collective import CollectiveOperation
 from ftcomm.engines.gpu_kernel.device import Device
 from ftcomm.engines.gpu_kernel.exchange import DeviceExchange
@@ -22,9 +22,6 @@ from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings import Settings
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Segment
-
-if TYPE_CHECKING:
-    from ftcomm.calls import Calls
 
 _SETTLE = 2.0  # s for what was launched to end
 
@@ -108,7 +105,7 @@ class KernelEngine:
         at, to = self.device.address(a), self.device.address(b)
         return bool(at < to + b.nbytes and to < at + a.nbytes)
 
-    def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
+    def allgather_by_copies(self, group: ReducingGroup, out: Any, x: Any) -> bool:
         allgather(group, self.device, self._exchange, out, x)
         return True
 

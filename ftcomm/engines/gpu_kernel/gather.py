@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ftcomm.engines.base import ReducingGroup
 from ftcomm.engines.gpu_kernel.copies import Copies
 from ftcomm.engines.gpu_kernel.device import Device
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
@@ -31,11 +32,10 @@ from ftcomm.kernels.dtypes import BYTES, CODES
 from ftcomm.p2p.slots import DeviceMemory
 
 if TYPE_CHECKING:
-    from ftcomm.calls import Calls
     from ftcomm.engines.gpu_kernel.exchange import DeviceExchange
 
 
-def allgather(group: Calls, device: Device, exchange: DeviceExchange, out: Any, x: Any) -> None:
+def allgather(group: ReducingGroup, device: Device, exchange: DeviceExchange, out: Any, x: Any) -> None:
     """See `ftcomm.calls.Calls.allgather`. Blocks until all is there. One call at a time in a process."""
     roster = group.roster
     if device.capturing():
@@ -85,7 +85,7 @@ def copies_detail(call: int) -> int:
     return KINDS.index("allgather") if call & 0xFF == MOVES else 0
 
 
-def _lost(group: Calls, exchange: DeviceExchange, roster: Sequence[int], epoch: int | None) -> list[int] | None:
+def _lost(group: ReducingGroup, exchange: DeviceExchange, roster: Sequence[int], epoch: int | None) -> list[int] | None:
     """Agrees on the copies of `epoch`: None if they are complete on all, else the lost of the roster. The same on
     all."""
     view = exchange.view
