@@ -16,7 +16,6 @@ from ftcomm.settings.launchers import completed
 from ftcomm.settings.tuning import BUILT_IN, Tuning
 
 TRANSPORTS = ("auto", "shm", "nixl", "tcp")
-_ENGINES_BEFORE = {"cuda": "gpu", "interpret": "interpreter"}  # up to 0.1; FTCOMM_TRANSPORT=shm said: kernel
 STAGINGS = ("auto", "device", "host")
 ALGORITHMS = ("auto", "direct", "ring")
 DATA = ("none", "mac", "aes-gcm")
@@ -126,12 +125,6 @@ class Settings:
         """Raise `SettingsError`, with what to type, if the engine does not exist, or does not go with the other
         settings."""
         name = self.engine
-        if name in _ENGINES_BEFORE:
-            begins = _ENGINES_BEFORE[name]
-            raise SettingsError(
-                f"FTCOMM_ENGINE={name} is two engines now: set FTCOMM_ENGINE={begins}-kernel for kernels that run "
-                f"whole ops on one host, as FTCOMM_TRANSPORT=shm made them do, else FTCOMM_ENGINE={begins}-reduce."
-            )
         if name not in {*ENGINES, *KINDS}:
             raise SettingsError(f"FTCOMM_ENGINE={name!r}; expected one of {', '.join(ENGINES)}.")
         kind = engine_kind(name)

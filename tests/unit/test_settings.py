@@ -76,8 +76,7 @@ def test_everything() -> None:
             "FTCOMM_REPLICAS=17 with FTCOMM_ENGINE=gpu-kernel, whose kernels have room for 16 replicas; set",
         ),
         ({"FTCOMM_ENGINE": "gpu"}, "FTCOMM_ENGINE='gpu'; expected one of auto, host, gpu-reduce, gpu-kernel"),
-        ({"FTCOMM_ENGINE": "cuda"}, "set FTCOMM_ENGINE=gpu-kernel for kernels that run whole ops on one host"),
-        ({"FTCOMM_ENGINE": "interpret"}, "else FTCOMM_ENGINE=interpreter-reduce"),
+        ({"FTCOMM_ENGINE": "cuda"}, "FTCOMM_ENGINE='cuda'; expected one of auto, host, gpu-reduce, gpu-kernel."),
         (
             {"FTCOMM_ENGINE": "interpreter-kernel", "FTCOMM_VERIFY": "1"},
             "do not compare results yet; unset FTCOMM_VERIFY, or set FTCOMM_ENGINE=interpreter-reduce or host",
