@@ -49,6 +49,7 @@ from ftcomm.membership.derived import (
     TellCaller,
 )
 from ftcomm.p2p.calls import JobProgressEngine
+from ftcomm.process.joining import join
 from ftcomm.process.own import own_process
 from ftcomm.recorder.layout import GroupKind
 from ftcomm.transport.base import Lost
@@ -282,9 +283,8 @@ class SubgroupInternals:
         unmet = (self.name, boundary) if fresh and boundary else None
         left = Left(self.exchange.returned, self.exchange.taken, fresh)
         self.job.router.retire(segments, FRAMES.frame(left), unmet)
-        if self._thread.is_alive():
-            self._thread.join()
-        self._communicator.forget()
+        if not self._thread.is_alive() or join(self._thread, str(self)):
+            self._communicator.forget()
 
     def _wait_for(self, epoch: int, timeout: float, until: str) -> None:
         own_process()

@@ -58,6 +58,7 @@ from ftcomm.p2p.deadlines import MessageDeadlines
 from ftcomm.p2p.protocol import MessageRequest, RecvRequest, SendRequest
 from ftcomm.p2p.slots import Copier, Slots
 from ftcomm.p2p.wire import MessageWire
+from ftcomm.process.joining import join
 from ftcomm.process.own import own_process
 
 _PARTING = 2.0  # s for the receivers to read what was sent last
@@ -137,7 +138,7 @@ class ProgressEngine:
         self.fail(error)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            join(thread, self._owner)
         self._copier.close()
 
     def forget(self) -> None:

@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ftcomm.process.joining import join
+
 if TYPE_CHECKING:
     from ftcomm.p2p.protocol import SendRequest
 
@@ -117,12 +119,12 @@ class Copier:
                 self._thread.start()
 
     def close(self) -> None:
-        """Finish what is queued, and take no more. Blocks for that."""
+        """Finish what is queued, and take no more. Blocks for that, for as long as `join` does."""
         self._works.put(None)
         with self._lock:
             thread = self._thread
         if thread is not None:
-            thread.join()
+            join(thread, "messages by copy engines")
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None:

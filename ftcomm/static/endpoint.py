@@ -22,6 +22,7 @@ from ftcomm.control.links import Listener, event_loop, hand_over, listen
 from ftcomm.control.sealed import Channel
 from ftcomm.control.tls import Tls
 from ftcomm.errors import ArgumentError, TransportError
+from ftcomm.process.joining import join
 from ftcomm.process.own import own_process
 from ftcomm.settings.credentials import from_env
 from ftcomm.transport.address import resolved
@@ -121,7 +122,7 @@ class Endpoint:
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        join(self._thread, f"the endpoint {self.host}:{self.port}")
         self.router.close()
         fork.part(self)
 

@@ -134,8 +134,8 @@ class StaticGroupInternals:
             self._begin(timeout)
         except BaseException as error:
             self._broken(fresh(error))
-            self._pairs.join()
-            communicator.forget()
+            if self._pairs.join():
+                communicator.forget()
             raise
         atexit.register(self._at_exit)
 
@@ -168,8 +168,8 @@ class StaticGroupInternals:
             self.exchange.fail(error)
             self._communicator.wait_all()  # then nothing returns any more
             self._happens(lambda: self._membership.leaves(error, self.exchange.returned, self.exchange.taken))
-        self._pairs.join()
-        self._communicator.forget()
+        if self._pairs.join():
+            self._communicator.forget()
 
     # -- how it begins -------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.errors import TransportError
 from ftcomm.membership.static import LastMessage, MemberFailed, MemberHello, Said, StaticMembership
+from ftcomm.process.joining import join
 from ftcomm.static.endpoint import Dial
 from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.router import LINK, PURPOSE, Incoming
@@ -207,6 +208,7 @@ class Pairs:
         on_stop: Callable[[], object],
         on_broken: Callable[[Exception], object],
     ) -> None:
+        self._name = name
         self._on_said, self._on_end, self._settle = on_said, on_end, settle
         self._on_start, self._on_stop, self._on_broken = on_start, on_stop, on_broken
         self._selector = apart(selectors.DefaultSelector())
@@ -244,10 +246,9 @@ class Pairs:
                 self._last = FRAMES.frame(last)
         self.wake()
 
-    def join(self) -> None:
-        """Block until it is said. Called after `end`."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    def join(self) -> bool:
+        """Block until it is said, and the thread has ended; False if it does not end. Called after `end`."""
+        return threading.current_thread() is self._thread or join(self._thread, f"group {self._name!r}")
 
     def wake(self) -> None:
         """Wake the thread in `settle`, which may have something to wait for."""

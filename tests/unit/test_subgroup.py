@@ -25,7 +25,8 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, FtcommError
 from ftcomm.kernels.call_codes import UNKNOWN
-from ftcomm.membership.derived import Left
+from ftcomm.membership.derived import Left, TellCaller
+from ftcomm.process import joining
 from ftcomm.settings.tuning import BUILT_IN
 from ftcomm.subgroup import Subgroup
 from ftcomm.subgroup_internals import FRAMES, SubgroupInternals
@@ -528,3 +529,33 @@ def test_an_op_that_a_member_had_returned_that_has_left_does_not_fail_with_the_n
         with pytest.raises(FtcommError, match="replica 0 has closed the group after 2 ops; close it here, too"):
             second.wait()
         assert float(first.wait()[0]) == 2.0
+
+
+class Stuck:
+    """A connection that takes no answer before `goes_on`."""
+
+    def __init__(self) -> None:
+        self.goes_on, self.here = threading.Event(), threading.Event()
+
+    def __enter__(self) -> Stuck:
+        self.here.set()
+        self.goes_on.wait(DEADLINE)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing is closed."""
+
+
+def test_a_thread_that_does_not_end_delays_a_close_and_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "LIMIT", 0.01)
+    with members(2) as (groups, _, _):
+        group, stuck = groups[0], Stuck()
+        answer: Any = TellCaller(SimpleNamespace(sock=stuck), None)  # type: ignore[arg-type]
+        group.internals._events.put(lambda: [answer])
+        assert stuck.here.wait(DEADLINE)
+        with monkeypatch.context() as patch:
+            forget = lambda: pytest.fail("its thread still works with that")  # noqa: E731
+            patch.setattr(group.internals._communicator, "forget", forget)
+            group.close()
+        stuck.goes_on.set()
+        group.internals._thread.join(DEADLINE)
