@@ -23,13 +23,18 @@ if not os.path.exists("/dev/nvidiactl"):
 os.environ["FTCOMM_HISTORY"] = "off"  # jobs of tests are not those of a person
 
 
-def pytest_configure() -> None:
-    """A shell lets what it starts in the background ignore SIGINT, `nohup` lets it ignore SIGHUP, and so would all that
-    the tests start and stop."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers be forks. A shell lets what it starts in the background ignore SIGINT, `nohup` lets it ignore SIGHUP,
+    and so would all that the tests start and stop."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        from tests import workers
+
+        if workers.SHARED:
+            workers.fork()
 
 
 ORDER = ("kernels", "hosts", "process", "torch")  # of the folders in tests/; the others follow

@@ -25,8 +25,6 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 import tests.process.job  # noqa: F401
 from ftcomm.lab.netns.network import CLONE_NEWNET, call
 from tests.orphans import end_with_pytest
@@ -135,7 +133,8 @@ def with_log(arguments: list[str], *, env: Mapping[str, str], stdout: BinaryIO, 
 def _become(
     command: list[str], environment: dict[str, str], folder: str, fds: dict[int, int], network: int | None
 ) -> None:
-    """In the new process: what an interpreter does with `python -u SCRIPT ARGS...` or `-m MODULE ARGS...`."""
+    """In the new process: what an interpreter does with `python -u` and `SCRIPT ARGS...`, `-m MODULE ARGS...` or
+    `-c TEXT`."""
     end_with_pytest()
     os.setsid()
     if network is not None:
@@ -148,13 +147,17 @@ def _become(
         os.close(fd)
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2))
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if "OMP_NUM_THREADS" in environment:
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     code = 0
     try:
         _run(command)
@@ -180,6 +183,10 @@ def _above(fd: int, least: int) -> int:
 def _run(command: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
+    if command[0] == "-c":
+        sys.argv, sys.modules["__main__"] = command[:1], main
+        exec(command[1], main.__dict__)
+        return
     if command[0] == "-m":
         module, *rest = command[1:]
         sys.path.insert(0, os.getcwd())
