@@ -7,7 +7,7 @@ import resource
 
 from ftcomm.errors import TransportError
 
-PEER = 5  # descriptors for a peer that is reached by TCP: a link, a connection each way, and a doorbell of two
+PEER = 3  # descriptors for a peer that is reached by TCP: a link, and a connection each way
 RESERVE = 32  # for whatever else a process opens meanwhile
 
 

@@ -155,8 +155,12 @@ class Mirror(TcpMirror):
         self.sock = sock
         super().__init__(replica, epoch, sock.protected(), on_lost, layout)
 
-    def start(self) -> None:
+    def start(self, sock: Connection) -> None:
         """Start nothing: there is no thread."""
+
+    def fileno(self) -> int:
+        """Returns what is no descriptor: there is nothing to sleep on."""
+        return -1
 
     def reset(self, ends: Iterable[int]) -> None:
         """A fault: the connection is reset at these ends, and the others hear nothing of it."""

@@ -74,8 +74,8 @@ class Peer(Memory):
         """Take what this peer has published, as another member relays it."""
 
     def drive(self, driven: bool = True) -> None:
-        """Let the driver receive from now on (see `Poller`), instead of a thread of the peer; or, not `driven`, the
-        thread."""
+        """Let the driver receive from now on (see `Poller`), instead of a thread that serves all peers; or, not
+        `driven`, that thread."""
 
     def pump(self) -> bool:
         """Take in what has come, at most one large payload, where the driver receives. True if a word was raised. Does

@@ -21,7 +21,6 @@ import ctypes
 import mmap
 import os
 import socket
-import threading
 import time
 
 from ftcomm.control.sealed import Connection
@@ -29,6 +28,7 @@ from ftcomm.errors import TransportError
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.sync.futex import wake
 from ftcomm.transport.base import Lost, Peer, raise_word
+from ftcomm.transport.epoll_thread import EPOLL_THREAD
 from ftcomm.transport.nixl import frames, handshake
 from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.memory import MirrorMemory
@@ -119,8 +119,8 @@ class NixlMirror(Peer):
                 )
             if not moved:
                 time.sleep(_GLANCE)
-        sock.settimeout(None)
-        threading.Thread(target=self._watch, name=f"ftcomm-from-{self.replica}", daemon=True).start()
+        sock.setblocking(False)
+        EPOLL_THREAD.enter(sock.fileno(), self, receives=True)
         return True
 
     def serves(self, epoch: int) -> bool:
@@ -173,11 +173,14 @@ class NixlMirror(Peer):
         if not self._driven:
             wake(self.address + 8 * word)
 
-    def _watch(self) -> None:
-        """Run the thread, until the connection ends."""
-        with self._sock:
-            try:
-                reason = "closed by the other side" if not self._sock.recv(1) else "bytes where none were expected"
-            except OSError as error:
-                reason = str(error)
+    def ready(self, events: int) -> None:
+        """Find the end of the connection. For the thread of the process."""
+        try:
+            reason = "closed by the other side" if not self._sock.recv(1) else "bytes where none were expected"
+        except BlockingIOError:
+            return
+        except OSError as error:
+            reason = str(error)
+        EPOLL_THREAD.leave(self._sock.fileno(), self)
+        self._sock.close()
         self.broken(self.endpoint.retired or reason)

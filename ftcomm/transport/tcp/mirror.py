@@ -25,16 +25,15 @@ No flow control is needed. A writer reuses no slot before all members have taken
 a receiver waits only for the network. A writer does not wait either: what a socket has no room for is left in a queue,
 whose payloads stay where they are, in slots that were not taken yet.
 
-If all peers are reached like this, the driver receives by itself (`ftcomm.transport.tcp.poller`), and the thread of a
-peer sleeps until the connection ends. Two threads that hand the interpreter lock to each other for every frame move 64
-MB between two processes on two cores in 28 ms, one alone in 22.
+If all peers are reached like this, the driver receives by itself (`ftcomm.transport.tcp.poller`), and the thread of the
+process (`ftcomm.transport.epoll_thread`) sleeps until a connection ends. Two threads that hand the interpreter lock
+to each other for every frame move 64 MB between two processes on two cores in 28 ms, one alone in 22.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import select
 import socket
 import threading
 import time
@@ -46,9 +45,9 @@ from ftcomm.control.failed_dials import start
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.control.wire import for_bulk
 from ftcomm.kernels.epochs import COUNTER, COUNTS, EPOCHS
-from ftcomm.sync.doorbell import Doorbell
 from ftcomm.sync.futex import wake
 from ftcomm.transport.base import Belongs, Lost, Peer, raise_word
+from ftcomm.transport.epoll_thread import ENDED, EPOLL_THREAD
 from ftcomm.transport.segment import ENDS, HEADER, HOST, POSTED, TAKEN, Layout
 from ftcomm.transport.tcp import frames
 
@@ -82,9 +81,8 @@ class TcpMirror(Peer):
         self._on_lost = on_lost
         self._quiet = self._closed = False
         self._untold = ""  # why the connection has ended, if that was no news
-        # No thread receives before `drive`: frames may tell of `others`, which are not there before.
+        # The thread does not receive before `drive`: frames may tell of `others`, which are not there before.
         self._driven = True
-        self._bell: Doorbell | None = None  # wakes the thread
         self._map(mmap.mmap(-1, self.nbytes))
         self._relayed = memoryview(bytearray(HEADER)).cast("Q") if sock is None else None
         self._hearing = threading.Lock()  # guards it and what follows; never held during a wait
@@ -122,7 +120,7 @@ class TcpMirror(Peer):
             with self._taking:
                 closed = self._closed
                 if not closed:
-                    self._bell = self.start()
+                    self.start(sock)
                     self._sock = sock
         except BaseException:
             sock.close()
@@ -132,13 +130,10 @@ class TcpMirror(Peer):
         else:
             self._answered.set()
 
-    def start(self) -> Doorbell | None:
-        """Start the thread that receives, or waits for the end of the connection. It waits for the lock, which is held.
-        Returns what wakes it."""
-        bell = Doorbell()
-        name = f"ftcomm-from-{self.replica}"
-        threading.Thread(target=self._attend, args=(bell,), name=name, daemon=True).start()
-        return bell
+    def start(self, sock: Connection) -> None:
+        """Let the thread of this process receive, or wait for the end of the connection. It waits for the lock, which
+        is held."""
+        EPOLL_THREAD.enter(sock.fileno(), self, receives=not self._driven)
 
     def want(self, opened: Callable[[], None] = lambda: None) -> bool:
         """Dial in a thread until the peer answers or this one is closed, then call `opened`. Does not block; later
@@ -214,9 +209,10 @@ class TcpMirror(Peer):
     def drive(self, driven: bool = True) -> None:
         """Let the driver receive by `pump` from now on, while the thread waits for the end of the connection; or, not
         `driven`, let the thread receive."""
-        if driven != self._driven:
-            self._driven = driven
-            self._ring()
+        with self._taking:
+            if driven != self._driven:
+                self._driven = driven
+                EPOLL_THREAD.change(self.fileno(), self, receives=not driven)
 
     def fileno(self) -> int:
         return -1 if self.ended or self._sock is None else int(self._sock.fileno())
@@ -224,27 +220,13 @@ class TcpMirror(Peer):
     def pump(self) -> bool:
         return self._taking.acquire(blocking=False) and self._pump()
 
-    def _ring(self) -> None:
-        """Wake the thread, if there is one."""
-        if self._bell is not None:
-            self._bell.ring()
-
-    def _attend(self, bell: Doorbell) -> None:
-        """Run the thread: receive until a driver does, then wait for the end of the connection."""
-        while True:
-            poll = select.poll()
-            poll.register(bell, select.POLLIN)
-            with self._taking:
-                if self.ended:
-                    return
-                driven = self._driven
-                poll.register(self._sock, select.POLLRDHUP if driven else select.POLLIN | select.POLLRDHUP)
-            ready = [fd for fd, _ in poll.poll()]
-            if bell.fileno() in ready:
-                bell.clear()
-            elif driven == self._driven:
-                self._taking.acquire()
-                self._pump()
+    def ready(self, events: int) -> None:
+        """Receive, unless a driver does and there is no end to be found. For the thread of the process."""
+        self._taking.acquire()
+        if self._driven and not events & ENDED:
+            self._taking.release()
+        else:
+            self._pump()
 
     def _pump(self) -> bool:
         """Receive what is there. Called with the lock, which it releases."""
@@ -253,9 +235,9 @@ class TcpMirror(Peer):
         except BlockingIOError:
             return False
         except (OSError, ValueError) as error:
+            EPOLL_THREAD.leave(self.fileno(), self)
             self.ended = True
             self._sock.close()
-            self._ring()  # a descriptor that is closed wakes no sleeper
             why, senseless = str(error), isinstance(error, ValueError)  # not the error, which would keep this frame
             quiet, epoch = self._quiet, self._epoch
             self._untold = why if quiet else ""

@@ -81,7 +81,7 @@ class TcpPoller(Poller):
             peer = self._by_fd.get(fd)
             if peer is not None:
                 came |= peer.pump()
-                if peer.ended:  # its thread may have seen the end first
+                if peer.ended:  # the thread of the process may have seen the end first
                     self._poll.unregister(fd)
                     del self._by_fd[fd]
         return came
