@@ -45,7 +45,7 @@ def test_no_promise_is_broken(kind: str, half: str) -> None:
         assert not history.broken, f"{history.broken}\n{again}"
         returns, views = returns + history.returns, max(views, history.views)
     assert returns > 12 * count
-    if kind not in ("calm", "quiet", "frozen", "stuck", "suspended"):
+    if not half and kind not in ("calm", "quiet", "frozen", "stuck", "suspended", "resets"):
         assert views > 2
 
 
