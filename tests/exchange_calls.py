@@ -17,7 +17,7 @@ from ftcomm.kernels.host.reduce import Reducer, operand
 from tests.coded import coded
 from tests.exchange_rig import DEADLINE, Caller, Rig
 
-HOWS = ("shm", "tcp", "alike", "mixed", "ring", "mixed ring", "hosts", "tcp hosts")
+HOWS = ("shm", "tcp", "alike", "mixed", "ring", "mixed ring", "hosts", "tcp hosts", "rows")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from typing import Any
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.inflight import Resumed
-from ftcomm.collective.plan import GroupView, shared_hosts
+from ftcomm.collective.plan import GroupView, rows, shared_hosts
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms
 from ftcomm.data_plane import LocalDataPlane
@@ -33,6 +33,7 @@ from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
 DEADLINE = 60.0  # seconds; for everything that a test waits for
 LAYOUT = HOST  # of all segments
+ROWS = dataclasses.replace(BUILT_IN, slices=2)  # so that few members count as many
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -132,8 +133,8 @@ def data_plane(
 class Rig:
     """Members as threads of this process, reached through shared memory, TCP, or both in turn ("mixed"); or large
     all-reduces go around a "ring" of TCP, or a "mixed ring", or by two levels, with shared memory in "hosts" or without
-    ("tcp hosts"). "loopback" is TCP between members of one host, "alike" TCP between hosts whose processors can the
-    same."""
+    ("tcp hosts"), or in "rows" of TCP, as those of many members do. "loopback" is TCP between members of one host,
+    "alike" TCP between hosts whose processors can the same."""
 
     def __init__(
         self, replicas: Iterable[int], how: str = "shm", op_timeout: float = DEADLINE, verify: bool = False
@@ -168,7 +169,8 @@ class Rig:
         for m in members:
             one_host = self.how in ("shm", "loopback")
             ring, hosts = self.ring(m, members), self.hosts(m, members)
-            view = GroupView(self.epoch, m, members, counted, one_host, ring, self.how == "alike", hosts=hosts)
+            more = {"tuning": ROWS} if self.how == "rows" else {}
+            view = GroupView(self.epoch, m, members, counted, one_host, ring, self.how == "alike", hosts=hosts, **more)
             self.members[m].exchange.resume(view, self.peers(m, members), progress)
 
     def ring(self, me: int, members: tuple[int, ...]) -> tuple[int, ...]:
@@ -176,6 +178,8 @@ class Rig:
         return tuple(sorted(members, key=lambda m: (m % 2, m))) if "ring" in self.how else ()
 
     def hosts(self, me: int, members: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        if self.how == "rows":
+            return rows(members) if len(members) > 1 else ()
         return shared_hosts({m: str(m % 2) for m in members}) if "hosts" in self.how else ()
 
     def peers(self, me: int, members: tuple[int, ...]) -> dict[int, Peer]:
@@ -189,7 +193,7 @@ class Rig:
 
     def connect(self, me: int, other: int) -> Peer:
         between = self.how in ("mixed", "mixed ring", "hosts") and (me + other) % 2
-        tcp = self.how in ("tcp", "ring", "loopback", "alike", "tcp hosts") or between
+        tcp = self.how in ("tcp", "ring", "loopback", "alike", "tcp hosts", "rows") or between
         if not tcp:
             segment = self.members[other].segment
             return ShmPeer(other, os.getpid(), segment.fd, segment.nonce, LAYOUT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from ftcomm.collective.plan import GroupView, shared_hosts
+from ftcomm.collective.plan import GroupView, rows, shared_hosts
 from ftcomm.collective.ring_order import ring_order
 from ftcomm.control.views import Address
 from ftcomm.settings.tuning import Tuning
@@ -29,14 +29,18 @@ def group_view(
     tuning: Tuning,
 ) -> GroupView:
     """Returns the view of the group, which all members make alike. Large all-reduces go by a `ring`, or, if
-    `hierarchical`, by hosts."""
+    `hierarchical`, by hosts; in a group of many members, each on its own host, by rows."""
+    hosts = shared_hosts({member: there.boot for member, there in members.items()}) if hierarchical else ()
+    traits = common_traits(members.values())
+    if hierarchical and not hosts and len(members) > tuning.slices and not traits["one_host"]:
+        hosts = rows(order(members, tuning))
     return GroupView(
         epoch,
         me,
         tuple(sorted(members)),
         frozenset(contributing),
         ring=order(members, tuning) if ring else (),
-        hosts=shared_hosts({member: there.boot for member, there in members.items()}) if hierarchical else (),
+        hosts=hosts,
         tuning=tuning,
-        **common_traits(members.values()),
+        **traits,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from ftcomm.kernels.epochs import EPOCHS
 from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS, Tuning, up_to
 
-_ALIGN = 64  # bytes; slices start on cache lines, so that no line is written by two members
+ALIGN = 64  # bytes; slices start on cache lines, so that no line is written by two members
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,8 @@ class GroupView:
     ring: tuple[int, ...] = ()  # all members in the order of the ring of large all-reduces; (): no ring
     alike: bool = False
     tuning: Tuning = BUILT_IN
-    hosts: tuple[tuple[int, ...], ...] = ()  # the members of each host, if large all-reduces are hierarchical; else ()
+    # The members of each host, or of each of the `rows`, if large all-reduces are hierarchical; else ().
+    hosts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.hosts and (sorted(m for host in self.hosts for m in host) != list(self.members) or () in self.hosts):
@@ -91,9 +93,38 @@ def shared_hosts(hosts: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values())) if 1 < len(found) < len(hosts) else ()
 
 
+def rows(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Cuts members into as many rows as each has members, more or less: neighbours in `order` make a row. Rows stand
+    for hosts, as `shared_hosts` has them."""
+    count = len(order) // math.isqrt(len(order))
+    cut = [len(order) * row // count for row in range(count + 1)]
+    return tuple(sorted(tuple(sorted(order[start:stop])) for start, stop in itertools.pairwise(cut)))
+
+
+def flow_slices(
+    count: int, itemsize: int, flows: int, hosts: int, owners: int, turn: int
+) -> tuple[tuple[int, int], ...]:
+    """Cuts `count` elements into adjacent ranges, one for each host in each flow, flow by flow. In a flow so many
+    `owners` have as much as each other, and the other hosts have none. In the next flow, and in the next `turn`, the
+    next hosts are owners."""
+    cut = slices(count, itemsize, flows * owners)
+    made: list[tuple[int, int]] = []
+    for flow in range(flows):
+        owning = {((flow + turn) * owners + owner) % hosts for owner in range(owners)}
+        at = flow * owners
+        for host in range(hosts):
+            if host in owning:
+                made.append(cut[at])
+                at += 1
+            else:
+                begin = cut[at][0] if at < len(cut) else count
+                made.append((begin, begin))
+    return tuple(made)
+
+
 def slices(count: int, itemsize: int, parts: int) -> tuple[tuple[int, int], ...]:
     """Cuts `count` elements into `parts` adjacent ranges (start, stop), even up to cache lines; some may be empty."""
-    unit = max(1, _ALIGN // itemsize)
+    unit = max(1, ALIGN // itemsize)
     units = -(-count // unit)
     bounds = [min(count, units * part // parts * unit) for part in range(parts + 1)]
     return tuple(itertools.pairwise(bounds))

@@ -44,12 +44,15 @@ class Tuning:
     # The same on one host. There it costs more than it saves: to read a word is cheap, and to hand over is not.
     tree_on_one_host: Points = ((MEMBERS, 0),)
     tree_fan: int = 4  # the most children of a member of the tree
+    # The most slices of a task between hosts, where large all-reduces go by two levels: 64 of 64 KB fill the task of a
+    # group of many members (`ftcomm.transport.segment`). Groups of more members, each on its own host, go by rows.
+    slices: int = 64
     source: str = dataclasses.field(default="built in", compare=False)
 
     @property
     def _points(self) -> tuple[object, ...]:
         ring, tree = (self.ring_racks, self.ring_hosts), (self.tree, self.tree_on_one_host, self.tree_fan)
-        return self.one_host, self.hosts, self.ring, self.two_levels, *ring, *tree
+        return self.one_host, self.hosts, self.ring, self.two_levels, *ring, *tree, self.slices
 
     @property
     def digest(self) -> str:

@@ -232,6 +232,8 @@ class SimulatedExchange:
         if self.rank.world.trees:
             points, fan = ((MEMBERS, EVER),), chance.choice((1, 2, 3, 8))
             tuning = dataclasses.replace(tuning, tree=points, tree_on_one_host=points, tree_fan=fan)
+        if way is Way.HIERARCHICAL:  # by rows, too, as many members go
+            tuning = dataclasses.replace(tuning, slices=chance.choice((1, 2, 4, tuning.slices)))
         plan = group_view(
             view.epoch,
             self.me,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -18,7 +19,7 @@ import numpy as np
 from ftcomm.calls import Calls
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView, shared_hosts
+from ftcomm.collective.plan import GroupView, rows, shared_hosts
 from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
 from ftcomm.errors import LostError
@@ -54,6 +55,9 @@ class CountingWriter(TcpMirrorWriter):
         super().send(word, value, start, payload, belongs)
 
 
+_TRANSPORTS = {"ring": "tcp", "loopback": "tcp", "hosts": "auto", "rows": "tcp"}  # of modes that are none
+
+
 class Member:
     """Commands come through `pipe` as (name, arguments), reports go back as tuples."""
 
@@ -70,7 +74,7 @@ class Member:
             on_stall=lambda stall: self.send("stall", stall),
         )
         self.peers: dict[int, Peer] = {}
-        self.tuning = BUILT_IN
+        self.tuning = dataclasses.replace(BUILT_IN, slices=2) if mode == "rows" else BUILT_IN
         self.server = socket.create_server(("127.0.0.1", 0))
         port = self.server.getsockname()[1]
         boot = f"boot{replica % 2}" if mode == "hosts" else "boot"
@@ -116,7 +120,7 @@ class Member:
                         m,
                         there,
                         epoch=epoch,
-                        mode={"ring": "tcp", "loopback": "tcp", "hosts": "auto"}.get(self.mode, self.mode),
+                        mode=_TRANSPORTS.get(self.mode, self.mode),
                         dial=lambda what, there=there: self.dial(there, epoch),  # type: ignore[misc]
                         on_lost=lambda *args: self.send("lost", *args),
                         layout=self.segment.layout,
@@ -125,6 +129,8 @@ class Member:
                     return
         ring = tuple(reversed(members)) if self.mode == "ring" else ()
         hosts = shared_hosts({m: there.boot for m, there in members.items()})
+        if self.mode == "rows":
+            hosts = rows(tuple(members))
         view = GroupView(
             epoch,
             self.replica,

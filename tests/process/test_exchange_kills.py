@@ -129,6 +129,8 @@ def jobs() -> Iterator[list[Job]]:
         ("ring", 4, 16, True, 38),
         ("hosts", 5, 16, False, 40),  # three members on one host, two on the other
         ("hosts", 5, 16, True, 44),
+        ("rows", 6, 16, False, 45),  # two rows of three, and then of others
+        ("rows", 6, 16, True, 46),
         *[pytest.param("shm", 4, 16, False, seed, marks=pytest.mark.sweep) for seed in range(2, 4)],
         *[pytest.param("shm", 6, 8, False, seed, marks=pytest.mark.sweep) for seed in range(7, 10)],
         *[pytest.param(mode, 4, 16, False, 15, marks=pytest.mark.sweep) for mode in ("tcp", "ring")],

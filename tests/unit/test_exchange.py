@@ -132,7 +132,8 @@ def test_different_calls_are_an_error_on_all_members_and_the_group_goes_on(
             assert (after[m].array == 3.0).all()
         message = str(ops[0].error)
         assert "atomic" not in message
-        way = ", FTCOMM_ALGORITHM=ring" if "ring" in how else ", FTCOMM_ALGORITHM=auto" if "hosts" in how else ""
+        levels = "hosts" in how or how == "rows"
+        way = ", FTCOMM_ALGORITHM=ring" if "ring" in how else ", FTCOMM_ALGORITHM=auto" if levels else ""
         assert f"replicas 0, 2: op 0, allreduce(op='sum'{way}) of 4 x float32" in message
         assert f"replica 1: op 0, allreduce(op={other[2]!r}{way}) of {other[0]} x {other[1]}" in message
 
@@ -165,11 +166,11 @@ def test_that_only_some_call_it_with_another_wire_is_an_error_that_says_so(how: 
         ops = [Operation(np.ones(300_000, np.float16), "float16", "sum", compression=wire) for wire in ("input", "fp8")]
         for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in enumerate(ops)]:
             caller.join()
-        ring = ", FTCOMM_ALGORITHM=ring" if "ring" in how else ""
+        way = ", FTCOMM_ALGORITHM=ring" if "ring" in how else ", FTCOMM_ALGORITHM=auto" if how == "rows" else ""
         for op in ops:
             assert isinstance(op.error, MismatchError)
-            assert f"replica 0: op 0, allreduce(op='sum'{ring}) of 300000 x float16" in str(op.error)
-            assert f"replica 1: op 0, allreduce(op='sum', compression='fp8'{ring}) of 300000 x float16" in str(op.error)
+            assert f"replica 0: op 0, allreduce(op='sum'{way}) of 300000 x float16" in str(op.error)
+            assert f"replica 1: op 0, allreduce(op='sum', compression='fp8'{way}) of 300000 x float16" in str(op.error)
 
 
 @pytest.mark.parametrize("count", [4, 300_000])

@@ -96,7 +96,7 @@ def go_to(rig: Rig, count: int) -> None:
             told[POSTED] = told[TAKEN] = count
 
 
-@pytest.mark.parametrize("how", ["shm", "tcp", "mixed", "ring", "mixed ring", "hosts", "tcp hosts"])
+@pytest.mark.parametrize("how", ["shm", "tcp", "mixed", "ring", "mixed ring", "hosts", "tcp hosts", "rows"])
 @pytest.mark.parametrize("count", [(1 << 32) - 3, LAST - 100])
 def test_sums_are_right_beyond(how: str, count: int) -> None:
     with Rig(MEMBERS, how) as rig:

@@ -21,7 +21,7 @@ from ftcomm.collective.core import NOTHING, RETURNED, ExchangeCore
 from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.member import GroupMember
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView, shared_hosts
+from ftcomm.collective.plan import GroupView, rows, shared_hosts
 from ftcomm.collective.resume import REDUCE
 from ftcomm.collective.schedule import Schedule
 from ftcomm.collective.scheduled import ScheduledOperation
@@ -86,6 +86,8 @@ class World:
         self.one_host = self.random.random() < 0.5  # else as far ahead as there are slots, and always two-shot
         self.alike = self.random.random() < 0.5  # unless all compute alike
         self.way = self.random.choice(("direct", "direct", "ring", "two levels"))
+        self.rows = chance.random() < 0.5  # of members, for hosts
+        self.slices = chance.choice((1, 2, 64))
         self.homes = [self.random.choice("abc") for _ in range(5)]
         self.views: list[GroupView | None] = [None]
         self.progress: dict[int, dict[int, Progress]] = {}
@@ -121,7 +123,10 @@ class World:
 
     def view(self, members: tuple[int, ...], contributing: frozenset[int]) -> None:
         ring = tuple(self.random.sample(members, len(members))) if self.way == "ring" else ()
-        hosts = shared_hosts({m: self.homes[m] for m in members}) if self.way == "two levels" else ()
+        hosts = ()
+        if self.way == "two levels":
+            by_rows = self.rows and len(members) > 1
+            hosts = rows(members) if by_rows else shared_hosts({m: self.homes[m] for m in members})
         one_host = self.one_host and not hosts
         tuning = self.tuning()
         view = GroupView(len(self.views), members[0], members, contributing, one_host, ring, self.alike, tuning, hosts)
@@ -130,7 +135,8 @@ class World:
 
     def tuning(self) -> Tuning:
         points = ((MEMBERS, EVER if self.fan else 0),)
-        return dataclasses.replace(TUNING, tree=points, tree_on_one_host=points, tree_fan=max(1, self.fan))
+        tuning = dataclasses.replace(TUNING, tree=points, tree_on_one_host=points, tree_fan=max(1, self.fan))
+        return dataclasses.replace(tuning, slices=self.slices)
 
     @property
     def newest(self) -> GroupView:

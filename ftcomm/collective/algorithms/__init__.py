@@ -13,7 +13,7 @@ from ftcomm.collective.algorithms.direct import Copy, OneShot, TwoShot
 from ftcomm.collective.algorithms.hierarchical import Hierarchical
 from ftcomm.collective.algorithms.ring import Ring
 from ftcomm.collective.algorithms.tree import Tree
-from ftcomm.collective.compression import FP8, hands_on
+from ftcomm.collective.compression import FP8
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, by_route, two_shot
 from ftcomm.collective.resume import REDUCE, Task
@@ -39,7 +39,7 @@ class Algorithms:
         self.compressed_two_shot = CompressedTwoShot(view, memories, reducer)
         self.copy = Copy(view, memories, reducer)
         self.batches = ScheduledBatches(view, memories, reducer)
-        self.route: Algorithm | None = None  # for large ops
+        self.route: Ring | Hierarchical | None = None  # for large ops
         if len(view.ring) > 1:
             self.route = Ring(view, memories, reducer)
         elif view.hosts:
@@ -79,7 +79,7 @@ class Algorithms:
             return self.copy
         if self.tree is not None and nbytes <= view.tree and self.tree.handles(op):
             return self.tree
-        if self.route is not None and by_route(nbytes, view) and hands_on(op.dtype, op.op, op.compression):
+        if self.route is not None and by_route(nbytes, view) and self.route.handles(op):
             return self.route
         return self.two_shot if two_shot(nbytes, view) else self.one_shot
 

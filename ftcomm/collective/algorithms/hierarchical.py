@@ -19,14 +19,21 @@ what crosses between two hosts goes between heads of one flow alone. A chunk has
     level 3   heads that are     tasks of whose flow all is here     the others of the host
               not alone there
 
+In a group of so many members that the slices of a task would get small (`Tuning.slices`), a flow has fewer slices than
+there are hosts: some hosts have one, as owners, and the others none (`ftcomm.collective.plan.flow_slices`). The owners
+of the next flow and those of the next slot are other hosts, so that each host owns as much as any. If all members of
+such a group are on hosts of their own, *rows* of members stand for hosts: so a member exchanges data with its row and
+with its flow, with about 2 sqrt(n) others in all.
+
 Every element is reduced by one head alone, the members of a host ascending and then the hosts in their order, so
 that all copy the same bytes and the order is the same for all elements. A host sends and receives 2 (hosts - 1) / hosts
 of a chunk, however many members it has.
 
-All levels lie in the REDUCED region, each slice at its own place, with room for partial sums that are wider than
-elements (`ftcomm.collective.compression`). What comes from another head at level 3 takes the
-place of the partial sum that was sent to it, which it has read, as its slice is whole. The caller's buffer stays INPUT
-until the chunk is taken: then all heads of the host have read what they need of it.
+All levels lie in the REDUCED region, in which the flow of a member begins at the beginning of the slot, and each slice
+has its own place, with room for partial sums that are wider than elements (`ftcomm.collective.compression`). What comes
+from another head at level 3 takes the place of the partial sum that was sent to it, which it has read, as its slice is
+whole. In a group of many members wider sums lie behind the flow, if there is room, and whole slices side by side. The
+caller's buffer stays INPUT until the chunk is taken: then all heads of the host have read what they need of it.
 """
 
 from __future__ import annotations
@@ -37,9 +44,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
-from ftcomm.collective.compression import partial_dtype
+from ftcomm.collective.compression import hands_on, partial_dtype, widest
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView, slices
+from ftcomm.collective.plan import ALIGN, GroupView, flow_slices, slices
+from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory, level
@@ -68,9 +76,12 @@ class Other(NamedTuple):
 
 class HierarchicalViews(NamedTuple):
     bounds: tuple[tuple[int, int], ...]  # the bounds of all slices, flow by flow
+    begin: int  # the first element of my flow
     itemsize: int
     partial: str  # dtype of partial sums
-    room: int  # bytes of each element in REDUCED: a whole slice begins where its partial sum did
+    width: int  # bytes of an element of a partial sum
+    room: int  # bytes from one whole element to the next, where whole slices lie
+    sums_at: int  # byte of my slot in REDUCED where the partial sums begin
     places: tuple[SliceStaging, ...]  # one a host, in order; empty unless I am a head
     others: Mapping[int, Other]  # keyed by the number of the host
     result: tuple[tuple[slice, Array], ...]  # where I read the chunk in the end
@@ -96,8 +107,12 @@ class Hierarchical(Algorithm):
             number for number, members in enumerate(hosts) if not view.contributing.isdisjoint(members)
         )
         self._divisor = len(view.contributors)
-        # Holds the sum of my host's inputs for its own slice, which is at most half of a task.
-        self._scratch = np.empty(memories[me].layout.span // 2 * memories[me].chunk, np.uint8)
+        self._slot, self._span = memories[me].layout.span * memories[me].chunk, memories[me].layout.span
+        self._slices = view.tuning.slices
+        self._many = len(view.members) > self._slices
+        self._handled: dict[tuple[str, str, str], bool] = {}
+        # Holds the sum of my host's inputs for its own slice. What is not used takes no memory.
+        self._scratch = np.empty(self._slot, np.uint8)
         self._opposite: dict[int, int] = {}  # number of another host -> the head of my flow there
         if me in self._heads:
             self._opposite = {i: members[self._flow] for i, members in enumerate(hosts) if i != self._home}
@@ -118,12 +133,54 @@ class Hierarchical(Algorithm):
         ]
         return tuple(steps[:3] if self._alone else steps)
 
+    def handles(self, op: Operation) -> bool:
+        """Whether sums of `op` can be passed on."""
+        key = op.dtype, op.op, op.compression
+        found = self._handled.get(key)
+        if found is None:
+            form = self._form(op.compression)
+            widened = HOST_DTYPES[op.dtype].kind == "half" and form != op.compression
+            found = hands_on(op.dtype, op.op, form) and (not widened or self._apart(op.dtype, op.compression))
+            self._handled[key] = found
+        return found
+
+    def _form(self, compression: str) -> str:
+        """Returns the form in which sums travel. In a group of many members they are a small part of what travels, so
+        halves are passed on, too, in float32: each with each, their slices would be small."""
+        return "fp32" if self._many and compression == COMPRESSIONS[0] else compression
+
+    def _apart(self, dtype: str, compression: str) -> bool:
+        """Whether wider partial sums of a flow lie behind it: in a group of many members, if a slot has room."""
+        own, held = HOST_DTYPES[dtype].itemsize, HOST_DTYPES[partial_dtype(dtype, self._form(compression))].itemsize
+        if not self._many or held == own:
+            return False
+        cut = slices(self._slot // widest(dtype, compression), own, self._flows)
+        return max(stop - start for start, stop in cut) * (own + held) <= self._slot
+
+    def _bounds(self, dtype: str, compression: str, count: int, chunk: int) -> tuple[tuple[int, int], ...]:
+        """Returns the bounds of all slices. In a group of many members no more hosts own one than can own a large one
+        of a task that fills its slot."""
+        own, hosts, owners = HOST_DTYPES[dtype].itemsize, len(self._hosts), len(self._hosts)
+        if self._many:
+            owners = min(hosts, max(1, self._slices * own // widest(dtype, compression) // self._flows))
+        return flow_slices(count, own, self._flows, hosts, owners, chunk // self._span)
+
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> HierarchicalViews:
-        carrier = HOST_DTYPES[dtype].carrier
-        partial = HOST_DTYPES[partial_dtype(dtype, compression)].carrier
-        scale = partial.itemsize // carrier.itemsize
+        held = partial_dtype(dtype, self._form(compression))
+        carrier, partial = HOST_DTYPES[dtype].carrier, HOST_DTYPES[held].carrier
         hosts, flow = len(self._hosts), self._flow * len(self._hosts)
-        bounds = slices(count, carrier.itemsize, self._flows * hosts)
+        bounds = self._bounds(dtype, compression, count, chunk)
+        apart = self._apart(dtype, compression)
+        scale = 1 if apart else partial.itemsize // carrier.itemsize
+
+        def begin(number: int) -> int:
+            """Returns the first element of the flow of a slice."""
+            return bounds[number // hosts * hosts][0]
+
+        def sums_at(number: int) -> int:
+            """Returns the byte of a slot where the partial sums of that flow begin."""
+            end = bounds[number // hosts * hosts + hosts - 1][1]
+            return -(-(end - begin(number)) * carrier.itemsize // ALIGN) * ALIGN if apart else 0
 
         def posted(member: int, number: int) -> Array:
             start, stop = bounds[number]
@@ -131,11 +188,12 @@ class Hierarchical(Algorithm):
 
         def summed(member: int, number: int) -> Array:
             start, stop = bounds[number]
-            return self.memories[member].carve(REDUCED, chunk, start, stop - start, partial)
+            at = sums_at(number) // partial.itemsize + start - begin(number)
+            return self.memories[member].carve(REDUCED, chunk, at, stop - start, partial)
 
         def whole(member: int, number: int) -> Array:
             start, stop = bounds[number]
-            return self.memories[member].carve(REDUCED, chunk, scale * start, stop - start, carrier)
+            return self.memories[member].carve(REDUCED, chunk, scale * (start - begin(number)), stop - start, carrier)
 
         places = tuple(
             SliceStaging(
@@ -159,13 +217,21 @@ class Hierarchical(Algorithm):
                 (slice(start, stop), whole(self._heads[number // hosts], number))
                 for number, (start, stop) in enumerate(bounds)
             ]
-        read = tuple((part, source) for part, source in result if source.size)
         given = {self._given_to(m, bounds) for m in self.others} - {(0, 0)}
-        staged = tuple(
-            (slice(a, b), self.memories[self.me].carve(POSTED, chunk, a, b - a, carrier)) for a, b in sorted(given)
-        )
         return HierarchicalViews(
-            bounds, carrier.itemsize, partial_dtype(dtype, compression), partial.itemsize, places, others, read, staged
+            bounds=bounds,
+            begin=begin(flow) if self._opposite else 0,
+            itemsize=carrier.itemsize,
+            partial=held,
+            width=partial.itemsize,
+            room=scale * carrier.itemsize,
+            sums_at=sums_at(flow) if self._opposite else 0,
+            places=places,
+            others=others,
+            result=tuple((part, source) for part, source in result if source.size),
+            given=tuple(
+                (slice(a, b), self.memories[self.me].carve(POSTED, chunk, a, b - a, carrier)) for a, b in sorted(given)
+            ),
         )
 
     def reads(self, slot: Slot) -> Collection[int]:
@@ -201,11 +267,15 @@ class Hierarchical(Algorithm):
         hosts = len(self._hosts)
         flow = self._flow * hosts
         if word == _IN_THE_HOST:
-            (start, _), (last, stop) = views.bounds[flow], views.bounds[flow + hosts - 1]
-            return start * views.room, last * views.room + (stop - last) * views.itemsize
-        start, stop = views.bounds[flow + (self._at[reader] if word == _SUMMED else self._home)]
-        size = views.room if word == _SUMMED else views.itemsize
-        return start * views.room, start * views.room + (stop - start) * size
+            last, stop = views.bounds[flow + hosts - 1]
+            return 0, (last - views.begin) * views.room + (stop - last) * views.itemsize
+        if word == _SUMMED:
+            start, stop = views.bounds[flow + self._at[reader]]
+            at, width = views.sums_at + (start - views.begin) * views.width, views.width
+        else:
+            start, stop = views.bounds[flow + self._home]
+            at, width = (start - views.begin) * views.room, views.itemsize
+        return at, at + (stop - start) * width
 
     def _given_to(self, reader: int, bounds: tuple[tuple[int, int], ...]) -> tuple[int, int]:
         """Returns the elements of my input that another head of my host reads."""

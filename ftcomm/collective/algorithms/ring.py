@@ -34,13 +34,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep
-from ftcomm.collective.compression import partial_dtype
+from ftcomm.collective.compression import hands_on, partial_dtype
 from ftcomm.collective.plan import GroupView, slices
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory, level, reached_at
 
 if TYPE_CHECKING:
+    from ftcomm.collective.operation import Operation
     from ftcomm.collective.pipeline import Slot
 
 
@@ -119,6 +120,10 @@ class Ring(Algorithm):
         self.served = frozenset((self.right,))
         self.readers = {level(i): frozenset((self.right,)) for i in range(1, last + 1)}
         self._divisor = len(view.contributors)
+
+    def handles(self, op: Operation) -> bool:
+        """Whether partial sums of `op` can be passed on."""
+        return hands_on(op.dtype, op.op, op.compression)
 
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> RingViews:
         return RingViews(self, dtype, compression, count, chunk)
