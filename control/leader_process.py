@@ -6,7 +6,8 @@ So no interpreter of a training carries the control of the other ranks: while th
 a long C call, a debugger), they hear of views. The two end with each other, and the replica with them:
 
     rank 0 ends              its pidfd tells the leader, which tells the coordinator and the other ranks, and ends
-    the leader ends          its connection tells rank 0, which tells the coordinator, and ends
+    the leader ends          its connection tells rank 0, which tells the coordinator, and ends; its witness
+                             (`ftcomm.control.leader_witness`) tells the coordinator, too, as rank 0 may be held
     the leader is stopped    its kernel answers, so it is waited for, like a rank that is, and removed as a stall
 
 It goes by the end of rank 0 alone: signals to stop are for the ranks, which leave at a boundary and need it until then.
@@ -35,6 +36,7 @@ from ftcomm.control.hopeless import ask_until_over
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_driver import LeaderDriver
 from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.leader_witness import LeaderWitness
 from ftcomm.control.links import Listener, event_loop
 from ftcomm.control.liveness import state_of
 from ftcomm.control.sealed import Channel
@@ -64,6 +66,12 @@ class LeaderCharge(msgspec.Struct, frozen=True):
     host: str  # the address of this host
     processes: str  # `Address.processes` of rank 0
     level: int  # of the log
+    life: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))  # the incarnation of the replica
+
+    @property
+    def credentials(self) -> handshake.Credentials:
+        tls = None if self.tls is None else Tls(self.tls)
+        return handshake.Credentials(self.token, self.job, tls)
 
 
 _CHARGE = msgspec.json.Decoder(LeaderCharge)
@@ -75,12 +83,9 @@ class LeaderProcess:
     def __init__(self, charge: LeaderCharge, ranks: socket.socket) -> None:
         """`ranks` listens for them."""
         self._charge, self._socket = charge, ranks
-        tls = None if charge.tls is None else Tls(charge.tls)
-        self._credentials = handshake.Credentials(charge.token, charge.job, tls)
+        self._credentials = charge.credentials
         replica, timeouts = charge.rank.replica, charge.timeouts
-        self.node = LeaderNode(
-            replica, secrets.token_hex(8), charge.ranks, timeouts, state_of, processes=charge.processes
-        )
+        self.node = LeaderNode(replica, charge.life, charge.ranks, timeouts, state_of, processes=charge.processes)
         self.driver = LeaderDriver(
             *(self.node, charge.rank, self._credentials, charge.coordinator, charge.host, timeouts),
             do=self._do,
@@ -170,10 +175,13 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     charge = _CHARGE.decode(data)
     logging.basicConfig(level=charge.level, format="%(asctime)s ftcomm %(levelname)s: %(message)s", stream=sys.stderr)
+    who = charge.coordinator, charge.credentials, charge.rank.replica, charge.life
+    witness = LeaderWitness(*who, charge.timeouts.give_up, (sock.fileno(), *descriptors))
     ranks, end = socket.socket(fileno=descriptors[0]), descriptors[1] if len(descriptors) > 1 else -1
     loop = event_loop()
     try:
         loop.run_until_complete(_lead(charge, sock, ranks, end))
+        witness.dismiss()
         code = 0
     except BaseException as error:
         log.error("the leader of replica %d cannot go on: %r", charge.rank.replica, error, exc_info=error)

@@ -9,6 +9,7 @@ import socket
 
 import msgspec
 
+from ftcomm.control import leaderless
 from ftcomm.control.companion import Companion, own_end
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.leader_process import LeaderCharge
@@ -63,7 +64,7 @@ class OwnLeader:
             return f"its leader cannot start: {why}"
         with contextlib.suppress(OSError):  # the script has closed the descriptor
             await self._process.ended()
-        return f"its leader, process {self.pid}, has ended; its log, or that of the kernel (dmesg), may say why"
+        return leaderless.reason(self.pid)
 
     def dismiss(self) -> None:
         """Tell the leader that this rank ends as it should."""

@@ -25,7 +25,7 @@ from ftcomm.control.tls import Files, Tls
 
 PURPOSE = "witness"
 _MARK = "FTCOMM_RUN"  # a launcher finds by it what a dead rank has left behind
-_PAUSE = 0.1  # s between two calls of a leader that does not answer
+_PAUSE = 0.1  # s between two calls of a process that does not answer
 
 
 class Charge(msgspec.Struct, frozen=True):
@@ -67,11 +67,18 @@ def main() -> None:
 
 def tell(charge: Charge, credentials: handshake.Credentials) -> None:
     """Call the leader until it hears, or for as long as the charge says."""
-    timer = RunningTimer(charge.call_timeout, time.monotonic, most=wire.KERNEL)  # the leader may be stopped, or all may
     fields: handshake.Fields = {"shard": charge.shard, "nonce": charge.nonce}
+    call(charge.leader, credentials, PURPOSE, fields, charge.call_timeout)
+
+
+def call(
+    there: tuple[str, int], credentials: handshake.Credentials, purpose: str, fields: handshake.Fields, seconds: float
+) -> None:
+    """Call a process until it hears, for so many seconds at most."""
+    timer = RunningTimer(seconds, time.monotonic, most=wire.KERNEL)  # it may be stopped, or all may
     while timer.left():
         try:
-            wire.connect(charge.leader, credentials, PURPOSE, fields, wire.KERNEL, process=timer).close()
+            wire.connect(there, credentials, purpose, fields, wire.KERNEL, process=timer).close()
             return
         except handshake.Refused:
             return

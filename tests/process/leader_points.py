@@ -15,6 +15,7 @@ from typing import Any
 
 from ftcomm.control import leader_process, own_leader
 from ftcomm.control import messages as m
+from ftcomm.control.companion import begin
 from ftcomm.control.leader import Leader
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.views import View
@@ -79,7 +80,20 @@ def watch_own_leader(folder: Path, replica: int) -> None:
     own_leader.MODULE = __name__
 
 
+def leader_of(folder: Path, replica: int) -> int:
+    """The process of the leader of the newest life of a replica."""
+    return int((folder / f"leader-{replica}").read_text())
+
+
+def _begin(folder: Path, replica: str, *args: Any) -> None:
+    new = folder / f"new-leader-{replica}"
+    new.write_text(str(os.getpid()))
+    new.rename(folder / f"leader-{replica}")
+    begin(*args)
+
+
 if __name__ == "__main__":
     folder, replica, pid = os.environ[ORDERS].rsplit(" ", 2)
+    leader_process.begin = functools.partial(_begin, Path(folder), replica)
     watch_leader(at_points(Path(folder), int(replica), int(pid)))
     leader_process.main()

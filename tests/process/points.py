@@ -24,6 +24,7 @@ loading     it loads the state                                                  
 replaying   it repeats the steps that it has missed                              a joiner
 caught_up   it says that it has the state of everybody                           a joiner
 said        it goes on after it has said so; `asked` and the rest follow         a joiner
+ending      it says that its script has ended                                    both
 
 Of several ranks the leader is a process of its own, with which the watched rank 0 dies. Test and rank speak through
 files in the folder of the job, so that it does not matter which of them dies: `do-R` says what replica R is to do at
@@ -104,6 +105,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(LocalDataPlane, "reach", "reaching")
     before(LocalDataPlane, "resume", "resuming")
     before(RankNode, "resumed", "resumed")
+    before(Agent, "finish", "ending")
     before(Group, "allreduce", "op")
     before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)
     words = {POSTED: "posted", TAKEN: "taken"}

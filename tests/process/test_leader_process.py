@@ -71,13 +71,14 @@ def leader_of(running: Job, replica: int) -> int:
     return int(notes[-1]["pid"])
 
 
-def hold_rank_0(running: Job) -> int:
-    """Returns where to write a byte to let it go on."""
-    pipe = running.folder / "new"
+def hold(running: Job, rank: int) -> int:
+    """Of the victim. Returns where to write a byte to let it go on."""
+    pipe = running.folder / f"new-{rank}"
     os.mkfifo(pipe)
     way = os.open(pipe, os.O_RDWR)
-    pipe.rename(running.folder / f"held-{VICTIM}-0")
-    for _ in until(lambda: kinds(running, VICTIM, "holds"), "nobody holds its interpreter"):
+    pipe.rename(running.folder / f"held-{VICTIM}-{rank}")
+    holds = lambda: any(of == rank for r, of, note in running.notes() if r == VICTIM and note["kind"] == "holds")  # noqa: E731
+    for _ in until(holds, f"rank {rank} does not hold its interpreter"):
         pass
     return way
 
@@ -116,7 +117,7 @@ def test_the_other_rank_hears_of_a_view_while_the_interpreter_of_rank_0_is_held(
     """Without the leader in its process; and held until the other one has gone on, however long that takes."""
     with job(tmp_path) as running:
         begin(running)
-        way = hold_rank_0(running)
+        way = hold(running, 0)
         running.kill(2)
 
         def goes_on() -> bool:
@@ -138,30 +139,42 @@ def test_the_other_rank_hears_of_a_view_while_the_interpreter_of_rank_0_is_held(
         check(running)
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["", "and rank 0 holds its interpreter"])
-def test_a_leader_that_is_killed_ends_its_replica_and_its_rank_0_says_why(tmp_path: Path, held: bool) -> None:
-    """The other rank finds that nobody listens there any more, be its rank 0 able to say so or not. If not, the job
-    goes on when the other rank has ended."""
+def test_a_leader_that_is_killed_ends_its_replica_and_its_rank_0_says_why(tmp_path: Path) -> None:
+    """The other rank finds that nobody listens there any more; here it is stopped, since its end would tell it, too."""
     with job(tmp_path) as running:
         leader, seen = begin(running), len(running.events)
         other = running.processes[VICTIM, 1].pid
         assert other is not None
-        if held:
-            os.close(hold_rank_0(running))
-        else:
-            os.kill(other, signal.SIGSTOP)  # its end would tell it, too
+        os.kill(other, signal.SIGSTOP)
         os.kill(leader, signal.SIGKILL)
         why = wait_removed(running, VICTIM)
-        if held:
-            assert why == f"lost {VICTIM}: the process of its rank 1 died", running.events[seen:]
-            running.processes[VICTIM, 0].kill()  # as the launcher would
-            assert running.join(VICTIM) == [-signal.SIGKILL, 1]
-        else:
-            assert why.startswith(f"lost {VICTIM}: its leader, process {leader}, has ended; "), running.events[seen:]
-            os.kill(other, signal.SIGCONT)
-            assert running.join(VICTIM) == [1, 1]
-            assert f"its leader, process {leader}, has ended" in running.errors()[0][2]
+        assert why.startswith(f"lost {VICTIM}: its leader, process {leader}, has ended; "), running.events[seen:]
+        os.kill(other, signal.SIGCONT)
+        assert running.join(VICTIM) == [1, 1]
+        assert f"its leader, process {leader}, has ended" in running.errors()[0][2]
         go_on(running, [0, 2])
+        comes_back(running)
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["", "and the coordinator is away"])
+def test_the_end_of_a_leader_is_told_while_all_its_ranks_hold_their_interpreters(tmp_path: Path, away: bool) -> None:
+    """As a compilation does. The witness of the leader tells it; nobody waits until that is a stall. The ranks end when
+    they go on."""
+    with job(tmp_path) as running:
+        leader, seen = begin(running), len(running.events)
+        ways = [hold(running, rank) for rank in range(2)]
+        if away:
+            running.stop_coordinator()
+        os.kill(leader, signal.SIGKILL)
+        if away:
+            running.start_coordinator()
+        why = wait_removed(running, VICTIM)
+        assert why.startswith(f"lost {VICTIM}: its leader, process {leader}, has ended; "), running.events[seen:]
+        go_on(running, [0, 2])
+        for way in ways:
+            os.write(way, b"x")
+            os.close(way)
+        assert running.join(VICTIM) == [1, 1]
         comes_back(running)
 
 
