@@ -86,7 +86,7 @@ class Agent:
         self._turn = turn(shard, ranks, timeouts.heartbeat)
         self._sock, self.address = sock, address
         self._timeouts = timeouts
-        self._node = n.RankNode(replica, shard, address, timeouts, replicas)
+        self._node = n.RankNode(replica, shard, address, timeouts, replicas, ranks)
         self._lock = threading.Lock()  # guards the nodes; never held during a wait
         self._loop = event_loop()
         self._directory = None if leader is None else Directory(leader, credentials, self._loop)

@@ -91,7 +91,9 @@ class Leader:
     ) -> None:
         """`state` tells what a process does, where this host can see it (`ftcomm.control.liveness.state_of`).
         `processes` are those whose end the leader sees by itself (`Address.processes`)."""
-        self.detector: Detector[int] = Detector(timeouts.unheard)  # the ranks of other processes, by shard
+        self._beats = timeouts.beats(ranks)
+        self._beat = 0  # of these, the one that comes next; with the first, all ranks get a sign of life
+        self.detector: Detector[int] = Detector(self._beats * timeouts.unheard)  # the ranks, by shard
         self._state, self._processes = state, processes
         self._timeouts = timeouts
         self.replica = replica
@@ -155,12 +157,18 @@ class Leader:
         actions: list[Action] = [ToCoordinator(self._looks)]
         actions += [ToCoordinator(said) for said in self._losses.tick(self.view)]
         ping = m.Ping(unheard)
-        actions += self._to_ranks(ping)
+        actions += self._to_ranks(ping) if self.asks_all else [ToRank(0, ping)]
+        self._beat = (self._beat + 1) % self._beats
         for shard, seconds in silent.items():
             if seconds > self._timeouts.give_up:
                 self.detector.forget(shard)
                 actions += self.rank_lost(shard, f"silent for {seconds:.1f} s")
         return actions
+
+    @property
+    def asks_all(self) -> bool:
+        """Whether all ranks get a sign of life with the next `tick`; otherwise rank 0 alone does."""
+        return self._beat == 0
 
     def _mute(self, now: float) -> str:
         """Describe a rank that lives and does not speak: the coordinator hears of it from this leader alone."""

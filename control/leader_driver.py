@@ -86,8 +86,9 @@ class LeaderDriver:
     def look(self) -> None:
         """Look which kernels answer, before anything more is sent to them."""
         now = time.monotonic()
-        for shard, writer in list(self.ranks.items()):
-            seconds = writer.unanswered()
+        asked = list(self.ranks) if self.node.leader.asks_all else [0]
+        for shard in asked:
+            seconds = self.ranks[shard].unanswered() if shard in self.ranks else None
             if seconds is not None:
                 self._do(self.node.rank_acknowledged, shard, now - seconds)
 

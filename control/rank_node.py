@@ -91,8 +91,10 @@ class RankNode:
     """The state machine of one rank. Not thread-safe. Times are seconds of any origin. Every method returns actions in
     order."""
 
-    def __init__(self, replica: int, shard: int, address: Address, timeouts: Timeouts, replicas: int = 0) -> None:
-        """`replicas`: how many the job has, as this rank was told; 0: unknown."""
+    def __init__(
+        self, replica: int, shard: int, address: Address, timeouts: Timeouts, replicas: int = 0, ranks: int = 1
+    ) -> None:
+        """`replicas`: how many the job has, as this rank was told; 0: unknown. `ranks`: of its replica."""
         self.shard = shard
         self.machine = mem.Machine(replica)
         self.view: View | None = None  # the view that the exchange runs in
@@ -104,7 +106,9 @@ class RankNode:
         self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
         self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) that this rank listens to
         self._silent: dict[tuple[int, str], float] = {}  # the last complaint of each
-        self._above: Detector[str] = Detector(timeouts.unheard)  # the leader
+        self._beats = timeouts.beats(ranks) if shard else 1  # between two signs of life to the leader
+        self._beat = 0  # of these, the one that comes next
+        self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
         self._from_above = False  # it has spoken since the last beat
         self._up_refused = False  # its port refuses
         self._leaderless = False  # neither the leader nor its kernel is heard; it may live
@@ -392,12 +396,13 @@ class RankNode:
     # -- time ----------------------------------------------------------------------------------------------------
 
     def beat(self, now: float) -> list[Action]:
-        """Send the leader a sign of life. To be called every `Timeouts.beat`, right before `tick`."""
+        """Send the leader a sign of life, if one is due. To be called every `Timeouts.beat`, right before `tick`."""
         before = self._ran.seconds
         self._passed = self._ran.at(now) - before
         ended = self._look_up(now)
+        due, self._beat = self._beat == 0, (self._beat + 1) % self._beats
         divided = "does not hear its leader" if self._leaderless else ""
-        return [Up(self.machine.heartbeat(divided)), *ended]
+        return [Up(self.machine.heartbeat(divided)), *ended] if due else ended
 
     def tick(self, now: float) -> list[Action]:
         """Send the members a sign of life, and report waits that are too long."""

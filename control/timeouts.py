@@ -1,6 +1,6 @@
 """All waiting times, as one chain derived from one number, so that each link can do its work in time.
 
-beat       heartbeat / 10         between two signs of life
+beat       heartbeat / 10         between two signs of life; of a leader with many ranks, some beats (`beats`)
 heartbeat  op / 24, 0.2 to 5 s    a host whose kernel is silent for so long is lost, with what runs on it. A process
                                   that holds its interpreter lock (a compilation, a long C call), or is stopped,
                                   lives: what waits for it is a stall, by the numbers that follow
@@ -20,6 +20,10 @@ from __future__ import annotations
 import dataclasses
 
 REPORT = 1.0  # s between two reports of a stall that lasts, so one may be lost
+PER_BEAT = (
+    1024  # ranks with which a leader exchanges signs of life in a beat, as long as `MOST_BEATS` are enough for it
+)
+MOST_BEATS = 4  # between two signs of life
 AWAITED_EVERY = 0.05  # s between two looks of a thread that waits outside of an op, at whom it waits for
 LEAST_HEARTBEAT = 0.1  # s; two kernels may take 40 ms each to acknowledge
 
@@ -57,6 +61,12 @@ class Timeouts:
     def unheard(self) -> float:
         """The seconds of silence after which members complain of each other; `hold_down` is still to come."""
         return 0.5 * self.heartbeat
+
+    def beats(self, ranks: int) -> int:
+        """The beats between two signs of life of a leader and each of the `ranks` of its replica, of which rank 0 gives
+        and gets them every beat. They watch each other for as many times `unheard`. So a host of such a replica is lost
+        within (0.6 * beats + 0.55) * heartbeat, and never later than a stall."""
+        return min(-(-ranks // PER_BEAT), MOST_BEATS, int(self.op_floor / self.heartbeat))
 
     @property
     def presence(self) -> float:

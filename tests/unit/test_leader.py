@@ -7,6 +7,7 @@ import pytest
 from ftcomm.control import messages as m
 from ftcomm.control.leader import NAMED, Leader, ToCoordinator, ToPeerLeader, ToRank
 from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.rank_node import RankNode
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
 from tests.rank_node_rig import address, view
@@ -249,3 +250,62 @@ def test_one_rank_that_was_told_of_another_number_of_replicas_is_enough_to_be_re
     join = made.join()
     assert join is not None
     assert join.replicas == said
+
+
+# -- signs of life of many ranks ---------------------------------------------------------------------------------------
+
+MANY_RANKS = 2048  # of which each gets a sign of life every second beat
+USUAL = Timeouts.derive()
+
+
+def of_many() -> LeaderNode:
+    made = LeaderNode(0, "life-0", MANY_RANKS, USUAL)
+    for rank in range(MANY_RANKS):
+        made.from_rank(rank, m.Hello(rank, address(0, rank)), 0.0)
+    return made
+
+
+def test_of_many_ranks_each_gets_a_sign_of_life_every_second_beat_and_rank_0_every_beat() -> None:
+    """The coordinator, too."""
+    made = of_many()
+    for beat in range(4):
+        actions = made.tick(beat * USUAL.beat)
+        pinged = [x.shard for x in actions if isinstance(x, ToRank) and isinstance(x.message, m.Ping)]
+        assert pinged == ([0] if beat % 2 else list(range(MANY_RANKS)))
+        assert sum(isinstance(x, ToCoordinator) and isinstance(x.message, m.Heartbeat) for x in actions) == 1
+
+
+def test_a_host_of_many_ranks_is_missed_in_the_time_that_the_limits_name() -> None:
+    """It is gone right after the first sign of life, here as a rank that says nothing more. At the next look nothing
+    has been sent to it since, so its kernel seems to answer. All others speak every second beat."""
+    made, missed = of_many(), 0.0
+    for beat in range(40):
+        now = beat * USUAL.beat
+        for shard in range(MANY_RANKS) if made.leader.asks_all else ():
+            if shard != 7 or beat == 0:
+                made.from_rank(shard, m.Heartbeat(3), now)
+            if shard != 7 or beat <= 2:
+                made.rank_acknowledged(shard, now)
+        heartbeats = [x.message for x in made.tick(now) if isinstance(x, ToCoordinator)]
+        divided = [x.divided for x in heartbeats if isinstance(x, m.Heartbeat) and x.divided]
+        if divided:
+            assert divided[0].startswith("its rank 7 has been silent for ")
+            missed = now
+            break
+    assert missed - 2 * USUAL.beat > 2 * USUAL.unheard
+    assert missed + USUAL.hold_down + USUAL.beat / 2 <= (0.6 * 2 + 0.55) * USUAL.heartbeat
+
+
+@pytest.mark.parametrize(("shard", "each"), [(0, 1), (1, 2)])
+def test_a_rank_of_many_gives_its_leader_a_sign_of_life_every_second_beat(shard: int, each: int) -> None:
+    """And misses the leader in twice the time."""
+    node = RankNode(0, shard, address(0, shard), USUAL, 2, MANY_RANKS)
+    node.up_opened()
+    beat = 0
+    while not any(isinstance(x.message, m.Heartbeat) and x.message.divided for x in node.beat(beat * USUAL.beat)):
+        beat += 1
+        assert beat < 40
+    assert each * 5 <= beat <= each * 6 + 1
+    again = RankNode(0, shard, address(0, shard), USUAL, 2, MANY_RANKS)
+    given = [len(again.beat(beat * USUAL.beat)) for beat in range(6)]
+    assert given == [1, 0, 1, 0, 1, 0] if each == 2 else given == 6 * [1]

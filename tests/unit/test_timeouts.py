@@ -29,6 +29,28 @@ def test_what_is_let_through_is_a_chain(op: float, heartbeat: float | None, op_f
 
 
 @pytest.mark.parametrize(
+    ("ranks", "beats"), [(1, 1), (1024, 1), (1025, 2), (2048, 2), (3000, 3), (4096, 4), (8192, 4), (65536, 4)]
+)
+def test_signs_of_life_of_many_ranks_are_beats_apart(ranks: int, beats: int) -> None:
+    """But never so many that a host which is gone would be a stall before it is missed."""
+    assert Timeouts.derive().beats(ranks) == beats
+    assert Timeouts.derive(120.0, 10.0, 20.0).beats(ranks) == min(beats, 2)
+    assert Timeouts.derive(120.0, 10.0, 11.0).beats(ranks) == 1
+
+
+@given(st.floats(3.0, 1e4), st.floats(0.1, 100.0), st.floats(0.1, 1e3), st.integers(1025, 65536))
+def test_a_host_of_many_ranks_is_missed_before_that_is_a_stall(
+    op: float, heartbeat: float, op_floor: float, ranks: int
+) -> None:
+    try:
+        chain = Timeouts.derive(op, heartbeat, op_floor)
+    except ValueError:
+        return
+    beats = chain.beats(ranks)
+    assert beats == 1 or (0.6 * beats + 0.55) * chain.heartbeat < chain.op_floor
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ((0.0,), "the floor of the op timeout of 0.0 s; expected a positive number"),
