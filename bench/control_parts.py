@@ -11,7 +11,8 @@ A light rank is a production `RankNode` with a production `Link` to its leader, 
 it are light: it shares process, thread, listening port and pid with others; the links to the members of its column,
 which live in the same process, are calls, and so is the news of their death; it moves no data, and its script only
 passes boundaries at the pace of a clock. All run on one host: of others a rank has only a label in its address, as long
-as what hosts would differ in, so that views are as large.
+as what hosts would differ in, so that views are as large. Ranks of hosts that are cut off for a while
+(`bench/control_cut.py`) have a listening port of their own each, which is cut as well.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ftcomm.bench.control_cut import Cable
 from ftcomm.control import actions as act
 from ftcomm.control import liveness
 from ftcomm.control import messages as m
@@ -73,6 +75,7 @@ class Setup(msgspec.Struct, frozen=True):
     store: str = ""  # the file of views
     replica: int = 0  # of a leader
     columns: tuple[int, int] = (0, 0)  # of ranks: from, to
+    flapping: int = 0  # hosts of each replica that may be cut off, from the second on: rank 0 is on the first
 
     @property
     def timeouts(self) -> Timeouts:
@@ -90,6 +93,10 @@ class Setup(msgspec.Struct, frozen=True):
     def host(self, replica: int, shard: int) -> int:
         """The host that a rank counts as being on; each has about as many consecutive ranks."""
         return replica * self.hosts + shard * self.hosts // self.ranks
+
+    def flaps(self, shard: int) -> bool:
+        """Whether the host of a rank may be cut off."""
+        return 1 <= self.host(0, shard) <= self.flapping
 
 
 def say(**fields: Any) -> None:
@@ -229,8 +236,12 @@ class LightRank:
     def __init__(self, ranks: Ranks, replica: int, shard: int, leader: int) -> None:
         self.ranks, self.replica, self.shard = ranks, replica, shard
         setup = ranks.setup
-        here = address(ranks.port, secrets.token_hex(16), setup.host(replica, shard))
-        self.node = n.RankNode(replica, shard, here, setup.timeouts, replicas=setup.replicas)
+        nonce = secrets.token_hex(16)
+        own = listen(HOST, 0) if setup.flaps(shard) else None
+        self._listener = None if own is None else Listener(own, setup.credentials, ranks.called, name=nonce)
+        port = ranks.port if own is None else own.getsockname()[1]
+        here = address(port, nonce, setup.host(replica, shard))
+        self.node = n.RankNode(replica, shard, here, setup.timeouts, setup.replicas, setup.ranks)
         self.column = ranks.columns[shard]
         self.alive, self.stalled = True, False
         self.step = 0  # the boundary that the script comes to next
@@ -246,6 +257,7 @@ class LightRank:
                 self.node.up_lost(str(error), isinstance(error, ConnectionRefusedError), True)
             ),
         )
+        self.cable = Cable(self.link, own)
 
     def _from_up(self, message: m.AnyMessage) -> None:
         self.ranks.messages += 1
@@ -256,11 +268,13 @@ class LightRank:
             match action:
                 case n.Up(message):
                     self.ranks.messages += 1
-                    self.link.send(message)
+                    self.cable.send(message)
                 case n.ToPeer(replica, message):
                     peer = self.column.get(replica)
-                    if peer is not None:
+                    if peer is not None and self.reaches(peer):
                         self.ranks.loop.call_soon(peer.hear, message)
+                    elif peer is not None and not isinstance(message, m.Alive):
+                        self.ranks.held.append((self, peer, message))
                 case act.Freeze(view):
                     self._freeze(view)
                 case act.Resume(view, _):
@@ -275,6 +289,10 @@ class LightRank:
                     self.ranks.freed.add(self)
                 case act.Failed():
                     self.end()
+
+    def reaches(self, peer: LightRank) -> bool:
+        """Whether no cable between the two is pulled."""
+        return not self.cable.is_pulled and not peer.cable.is_pulled
 
     def hear(self, message: m.Message) -> None:
         if self.alive:
@@ -306,10 +324,10 @@ class LightRank:
         return 0, tuple(held) if not self.stalled else ()
 
     def tick(self, now: float) -> None:
-        seconds = self.link.unanswered()
+        seconds = None if self.cable.is_pulled else self.link.unanswered()
         if seconds is not None:
             self.do(self.node.up_acknowledged(now - seconds))
-        peers = {replica: now for replica in self.column if replica != self.replica}
+        peers = {replica: now for replica, peer in self.column.items() if peer is not self and self.reaches(peer)}
         self.do(self.node.peers_acknowledged(peers))
         self.do(self.node.beat(now))
         self.do(self.node.tick(now))
@@ -334,6 +352,8 @@ class LightRank:
             return
         self.alive = False
         self.link.close()
+        if self._listener is not None:
+            self.ranks.close(self._listener)
         if self.column.get(self.replica) is self:
             del self.column[self.replica]
         for peer in list(self.column.values()):
@@ -355,14 +375,15 @@ class Ranks:
         self.entered: dict[int, list[float]] = {}  # epoch -> when ranks went on in it
         self.messages = 0  # between ranks and leaders
         self.stalled_at = 0.0
+        self.held: list[tuple[LightRank, LightRank, m.Message]] = []  # what one has said to another, cut off from it
         self.freed: set[LightRank] = set()  # their scripts may go on, though no step has begun
-        self._starting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._coming: list[LightRank] = []  # without a connection yet
         sock = listen(HOST, 0)
         self.port = sock.getsockname()[1]
-        self._listener = Listener(sock, setup.credentials, self._called, name="light ranks")
+        self._listener = Listener(sock, setup.credentials, self.called, name="light ranks")
 
-    async def _called(self, channel: Any, opening: Any) -> None:
+    async def called(self, channel: Any, opening: Any) -> None:
         channel.close()
 
     async def tick(self) -> None:
@@ -390,9 +411,15 @@ class Ranks:
             await asyncio.sleep(STANDING)
 
     def start(self, replica: int, leader: int) -> dict[str, Any]:
-        self._starting.add(task := self.loop.create_task(self._start(replica, leader)))
-        task.add_done_callback(self._starting.discard)
+        self._spawn(self._start(replica, leader))
         return {"started": replica}
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := self.loop.create_task(work))
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self, listener: Listener) -> None:
+        self._spawn(listener.close())
 
     async def _start(self, replica: int, leader: int) -> None:
         """Start the ranks of a replica, `AT_ONCE` at a time: each of their processes would do its own handshake."""
@@ -417,6 +444,24 @@ class Ranks:
         self.stalled_at = time.monotonic()
         return {"stalled": replica, "at": self.stalled_at}
 
+    def cut(self, replica: int, pulled: bool) -> dict[str, Any]:
+        """Pull the cables of those ranks of a replica that flap, or plug them in again."""
+        at = time.monotonic()
+        for shard, column in self.columns.items():
+            if self.setup.flaps(shard) and replica in column:
+                cable = column[replica].cable
+                if pulled:
+                    cable.pull()
+                else:
+                    cable.plug()
+        held, self.held = self.held, []
+        for by, peer, message in held:
+            if by.reaches(peer):
+                self.loop.call_soon(peer.hear, message)
+            else:
+                self.held.append((by, peer, message))
+        return {"cut": replica, "at": at}
+
     def views(self, epoch: int) -> dict[str, Any]:
         return {"ranks": len(self.entered.get(epoch, []))}
 
@@ -431,7 +476,7 @@ async def ranks(setup: Setup) -> None:
     made = Ranks(setup)
     working = asyncio.gather(made.tick(), made.script())
     say(port=made.port)
-    await answer({name: getattr(made, name) for name in ("start", "kill", "stall", "views", "times", "count")})
+    await answer({name: getattr(made, name) for name in ("start", "kill", "stall", "cut", "views", "times", "count")})
     working.cancel()
 
 

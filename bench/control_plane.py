@@ -33,7 +33,10 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.option_types import choices
 
-FAULTS = ("rank", "host", "replica", "coordinator", "stall")
+FAULTS = ("rank", "host", "replica", "coordinator", "stall", "flap")
+FLAPPING = 10  # hosts
+CUTS = 3  # of them for less than the heartbeat timeout, one after the other, before one for more
+SHORT = 0.6  # of that timeout
 BASE_TIMEOUT = 300.0  # s for a start, or what follows from a fault
 PER_RANK = 0.1  # s more for each rank
 LOOK = 0.1  # s between two looks at it
@@ -47,9 +50,11 @@ class ControlRequest:
     Coordinator and leaders are those of a real job, over real sockets; the other ranks are light: they speak the real
     protocol to their leader over a connection each, move no data, and many share a process. A host is a label in the
     addresses of its ranks. A fault is one rank that is killed, all ranks of a host, or of a replica, the coordinator
-    that is restarted while a rank dies, or a rank that stands still; then the replica comes back. The seconds are from
-    the fault until a rank runs in the view that follows, of all survivors; of the return, until the view with the
-    replica. CPU and bytes are of all that happens meanwhile, signs of life included.
+    that is restarted while a rank dies, a rank that stands still, or ten hosts of a replica, or as many as it has
+    without that of rank 0, that flap: three times nothing comes through to them for less than the heartbeat timeout,
+    then until the replica is lost, and all of that twice. Then the replica comes back. The seconds are from the fault,
+    of hosts that flap from the last cut, until a rank runs in the view that follows, of all survivors; of the return,
+    until the view with the replica. CPU and bytes are of all that happens meanwhile, signs of life included.
     """
 
     replicas: int = option(2, help="Replicas of the job.")
@@ -78,6 +83,8 @@ class ControlRequest:
                 f"--replicas {self.replicas} --ranks {self.ranks}: expected at least 2 of each, and at most {RANKS} "
                 "ranks"
             )
+        if "flap" in self.faults and self.hosts < 2:
+            raise SettingsError(f"--faults flap --hosts {self.hosts}: expected 2 at least, as that of rank 0 stays")
         if not 1 <= self.hosts <= self.ranks:
             raise SettingsError(f"--hosts {self.hosts}: expected 1 to {self.ranks}, a rank at least for each")
         try:
@@ -86,13 +93,24 @@ class ControlRequest:
             raise SettingsError(f"--op-timeout and --heartbeat: {error}") from None
         if self.processes < 1 or self.rest <= 0 or self.pace <= 0:
             raise SettingsError("expected at least one of --processes, and --rest and --pace above 0")
-        needed = 2 * max(self.ranks, self.replicas * self.ranks // self.processes) + 200
+        ports = self.replicas * -(-self.ranks // self.hosts) * self.flapping
+        needed = ports + 2 * max(self.ranks, self.replicas * self.ranks // self.processes) + 200
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if hard != resource.RLIM_INFINITY and needed > hard:
             raise SettingsError(
                 f"a process of this needs up to {needed} open files, and may have {hard}; raise that (ulimit -Hn), or "
                 "take more --processes"
             )
+
+    @property
+    def flapping(self) -> int:
+        """The hosts of a replica that flap."""
+        return min(FLAPPING, self.hosts - 1) if "flap" in self.faults else 0
+
+    @property
+    def rounds(self) -> list[str]:
+        """The faults, each as often as it comes."""
+        return [each for fault in self.faults for each in ([fault, "flap again"] if fault == "flap" else [fault])]
 
 
 class ControlCost(msgspec.Struct, frozen=True):
@@ -202,12 +220,13 @@ class Emulation:
             time.monotonic(),
             request.pace,
             store=self._store,
+            flapping=request.flapping,
         )
         self.coordinator = ControlPart("coordinator", self._setup)
         self.leaders: dict[int, ControlPart] = {}
         self.light: list[ControlPart] = []
         self._gone: set[int] = set()
-        self._steps = 3 + len(request.faults)  # of the progress bar
+        self._steps = 3 + len(request.rounds)  # of the progress bar
         self._done = 0
 
     @property
@@ -338,13 +357,16 @@ class Emulation:
 
     async def inject(self, fault: str, replica: int) -> None:
         """Hit a replica, follow what happens, and have it come back."""
-        self._progress({"coordinator": "the coordinator is restarted"}.get(fault, f"a {fault} is lost"))
+        said = {"coordinator": "the coordinator is restarted", "flap": "hosts flap", "flap again": "hosts flap again"}
+        self._progress(said.get(fault, f"a {fault} is lost"))
         before, begun = await self._usage(), time.monotonic()
         survivors = sorted(self.leaders.keys() - self._gone - {replica})
         shard = random.randrange(1, self.request.ranks)
         if fault == "stall":
             part = next(part for part in self.light if part.setup.columns[0] <= shard < part.setup.columns[1])
             at = float((await part.call("stall", replica=replica, shard=shard))["at"])
+        elif fault.startswith("flap"):
+            at = await self._flap(replica)
         else:
             if fault == "coordinator":
                 await self.coordinator.kill()
@@ -358,6 +380,26 @@ class Emulation:
         await self._cost(fault, before, begun)
         await self._kill(replica, range(self.request.ranks))  # what has not ended by itself
         await self._return(fault, replica)
+
+    async def _flap(self, replica: int) -> float:
+        """Cut hosts of the replica off for less than the heartbeat timeout, and once more; returns when that began."""
+        begun, seconds = time.monotonic(), SHORT * self._setup.timeouts.heartbeat
+        for _ in range(CUTS):
+            await self._cut(replica, True)
+            await asyncio.sleep(seconds)
+            await self._cut(replica, False)
+            await asyncio.sleep(seconds)
+        if any(replica in event.get("lost", ()) and event["at"] > begun for event in self.coordinator.told):
+            raise FtcommError(
+                f"replica {replica} was lost, though its hosts were cut off for {seconds:.1f} s only: this machine is "
+                "too busy for that heartbeat timeout. Raise --heartbeat"
+            )
+        return await self._cut(replica, True)
+
+    async def _cut(self, replica: int, pulled: bool) -> float:
+        """Pull the cables of the hosts that flap, or plug them in again; returns when that began."""
+        done = await asyncio.gather(*(part.call("cut", replica=replica, pulled=pulled) for part in self.light))
+        return min(float(one["at"]) for one in done)
 
     def _hit(self, fault: str, replica: int, shard: int) -> range:
         """The ranks of the replica that end with rank `shard`."""
@@ -401,7 +443,7 @@ async def measure(request: ControlRequest, report: BenchReport) -> None:
     async with emulation(request, report) as job:
         await job.start()
         await job.rest()
-        for number, fault in enumerate(request.faults):
+        for number, fault in enumerate(request.rounds):
             await job.inject(fault, (number + 1) % request.replicas)
 
 

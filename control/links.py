@@ -261,6 +261,11 @@ class Link:
     def is_up(self) -> bool:
         return self._writer is not None
 
+    @property
+    def sock(self) -> socket.socket | None:
+        """The newest connection, which this link owns; None before the first."""
+        return self._sock
+
     def _opened(self, writer: wire.Writer) -> None:
         self._writer = writer
         self._opened_at = asyncio.get_running_loop().time()

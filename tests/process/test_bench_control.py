@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcomm.bench.control_plane import ControlRequest
+from ftcomm.bench.control_plane import SHORT, ControlRequest
 from ftcomm.errors import SettingsError
 
 pytestmark = pytest.mark.protocol
@@ -25,6 +25,26 @@ def test_what_is_lost_comes_back(tmp_path: Path) -> None:
     assert [loss["what"] for loss in losses] == ["start", *(x for fault in faults for x in (fault, f"{fault}: return"))]
     assert [loss["survivors"] for loss in losses] == [8, *len(faults) * (4, 8)]
     assert all(0 < loss["p50"] <= loss["p99"] <= loss["max"] for loss in losses)
+
+
+def test_hosts_that_flap_are_lost_when_that_lasts_longer_than_the_heartbeat(tmp_path: Path) -> None:
+    path = tmp_path / "control.json"
+    command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "bench", "control", "--json", str(path)]
+    command += ["--replicas", "2", "--ranks", "6", "--hosts", "3", "--processes", "2", "--faults", "flap"]
+    done = subprocess.run([*command, "--rest", "1", "--pace", "0.2"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = json.loads(path.read_bytes())["losses"]
+    whats = ["start", "flap", "flap: return", "flap again", "flap again: return"]
+    assert [(loss["what"], loss["survivors"]) for loss in losses] == list(zip(whats, (12, 6, 12, 6, 12), strict=True))
+    heartbeat = ControlRequest().heartbeat or 5.0
+    for loss in losses:
+        if loss["what"] in ("flap", "flap again"):
+            assert SHORT * heartbeat < loss["decided"] <= loss["p50"] <= loss["p99"] <= loss["max"]
+
+
+def test_hosts_that_flap_are_not_the_first_of_a_replica() -> None:
+    with pytest.raises(SettingsError, match="--faults flap --hosts 1: expected 2 at least"):
+        ControlRequest(hosts=1).check()
 
 
 def test_timeouts_that_do_not_fit_are_refused() -> None:
