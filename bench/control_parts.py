@@ -1,6 +1,6 @@
 """The processes of `ftcomm bench control`, each of which is told what to do by lines of JSON and answers in lines.
 
-    coordinator    the production `CoordinatorServer`, with a file of views
+    coordinator    the production `CoordinatorServer`, with a file of views, or with views in a real etcd
     leader         the production `LeaderProcess` of a replica, and the production `Agent` of its rank 0, whose data
                    plane moves no data, in one process
     ranks          all other ranks of some columns: `LightRank`
@@ -47,6 +47,7 @@ from ftcomm.control.leader_process import LeaderCharge, LeaderProcess
 from ftcomm.control.limits import RANKS
 from ftcomm.control.links import Link, Listener, listen
 from ftcomm.control.server import CoordinatorServer
+from ftcomm.control.store import Store
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.views import Address, View
@@ -72,7 +73,8 @@ class Setup(msgspec.Struct, frozen=True):
     begun: float  # time.monotonic() of step 0, on all parts
     pace: float  # s of a step
     coordinator: int = 0  # its port; 0: any, in the coordinator itself
-    store: str = ""  # the file of views
+    store: str = ""  # the file of views, or their place in etcd
+    stands_by: bool = False  # of a coordinator: another one has the job
     replica: int = 0  # of a leader
     columns: tuple[int, int] = (0, 0)  # of ranks: from, to
     flapping: int = 0  # hosts of each replica that may be cut off, from the second on: rank 0 is on the first
@@ -137,15 +139,24 @@ async def coordinator(setup: Setup) -> None:
         elif event["kind"] in ("failed", "ended", "removed", "refused"):
             say(event=event["kind"], at=event["mono"], said=str(event.get("reason", ""))[:300])
 
+    store: Path | Store = Path(setup.store)
+    if setup.store.startswith("etcd://"):
+        from ftcomm.control.etcd import Place
+        from ftcomm.control.etcd_store import EtcdStore
+
+        place = Place.parse(setup.store, os.environ)
+        store = EtcdStore(place, setup.coordinator, setup.timeouts.heartbeat, setup.stands_by)
     server = CoordinatorServer(
         setup.replicas,
         setup.ranks,
         setup.credentials,
         port=setup.coordinator,
-        store=Path(setup.store),
+        store=store,
         timeouts=setup.timeouts,
         on_event=tell,
     )
+    if setup.stands_by:
+        say(stands_by=1)
     await server.start()
     say(port=int(server.endpoint.rpartition(":")[2]))
     await answer({})

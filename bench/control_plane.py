@@ -25,6 +25,7 @@ from typing import Any
 import click
 import msgspec
 
+from ftcomm.bench import control_etcd
 from ftcomm.bench.control_parts import Setup
 from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, figure_text, option
 from ftcomm.bench.stats import percentile
@@ -33,7 +34,8 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.option_types import choices
 
-FAULTS = ("rank", "host", "replica", "coordinator", "stall", "flap")
+FAULTS = ("rank", "host", "replica", "coordinator", "stall", "flap", "failover")
+USUAL = FAULTS[:5]  # the others need several hosts, or etcd
 FLAPPING = 10  # hosts
 CUTS = 3  # of them for less than the heartbeat timeout, one after the other, before one for more
 SHORT = 0.6  # of that timeout
@@ -50,18 +52,20 @@ class ControlRequest:
     Coordinator and leaders are those of a real job, over real sockets; the other ranks are light: they speak the real
     protocol to their leader over a connection each, move no data, and many share a process. A host is a label in the
     addresses of its ranks. A fault is one rank that is killed, all ranks of a host, or of a replica, the coordinator
-    that is restarted while a rank dies, a rank that stands still, or ten hosts of a replica, or as many as it has
-    without that of rank 0, that flap: three times nothing comes through to them for less than the heartbeat timeout,
-    then until the replica is lost, and all of that twice. Then the replica comes back. The seconds are from the fault,
-    of hosts that flap from the last cut, until a rank runs in the view that follows, of all survivors; of the return,
-    until the view with the replica. CPU and bytes are of all that happens meanwhile, signs of life included.
+    that is restarted while a rank dies, or dies with a rank while another one stands by ("failover": views are in a
+    real etcd then, and the lease is as long as the heartbeat timeout), a rank that stands still, or hosts that flap: to
+    ten of a replica, or as many as it has without that of rank 0, nothing comes through for less than the heartbeat
+    timeout, three times, and then until the replica is lost; and all of that twice. Then the replica comes back. The
+    seconds are from the fault, of hosts that flap from the last cut, until a rank runs in the view that follows, of all
+    survivors; of the return, until the view with the replica. CPU and bytes are of all that happens meanwhile, signs of
+    life included.
     """
 
     replicas: int = option(2, help="Replicas of the job.")
     ranks: int = option(64, help="Ranks of each.")
     hosts: int = option(8, help="Hosts that the ranks of each count as being on.")
     processes: int = option(2, help="Processes for the light ranks.")
-    faults: tuple[str, ...] = option(FAULTS, kind=choices(*FAULTS), help="One after the other.")
+    faults: tuple[str, ...] = option(USUAL, kind=choices(*FAULTS), help="One after the other.")
     rest: float = option(10.0, help="Seconds at rest that are measured.")
     pace: float = option(1.0, help="Seconds of a step.")
     op_timeout: float = option(120.0, help="Of the job: all other timeouts follow from it.")
@@ -85,6 +89,8 @@ class ControlRequest:
             )
         if "flap" in self.faults and self.hosts < 2:
             raise SettingsError(f"--faults flap --hosts {self.hosts}: expected 2 at least, as that of rank 0 stays")
+        if "failover" in self.faults:
+            control_etcd.program()
         if not 1 <= self.hosts <= self.ranks:
             raise SettingsError(f"--hosts {self.hosts}: expected 1 to {self.ranks}, a rank at least for each")
         try:
@@ -148,8 +154,8 @@ class ControlPart:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._count = 0
 
-    async def start(self) -> int:
-        """Start it; returns the port at which it listens."""
+    async def start(self, sign: str = "port") -> int:
+        """Start it; returns the port at which it listens, or whatever it says by another `sign` of having started."""
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "ftcomm.bench.control_parts", self.role, msgspec.json.encode(self.setup).decode()),
@@ -159,8 +165,11 @@ class ControlPart:
             limit=1 << 28,
         )
         self._reading = asyncio.ensure_future(self._read())
-        said = await self.first(lambda event: "port" in event)
-        return int(said["port"])
+        return await self.said(sign)
+
+    async def said(self, sign: str) -> int:
+        event = await self.first(lambda event: sign in event)
+        return int(event[sign])
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
@@ -209,7 +218,8 @@ class Emulation:
 
     def __init__(self, request: ControlRequest, report: BenchReport, folder: Path) -> None:
         self.request, self._report = request, report
-        self._store = str(folder / "views")
+        self.etcd = control_etcd.OwnEtcd(folder) if "failover" in request.faults else None
+        self._store = str(folder / "views") if self.etcd is None else self.etcd.url
         self._setup = Setup(
             request.replicas,
             request.ranks,
@@ -265,6 +275,8 @@ class Emulation:
         for part in self._parts:
             with contextlib.suppress(AttributeError):  # not started
                 await part.kill()
+        if self.etcd is not None:
+            self.etcd.close()
 
     # -- what is measured --------------------------------------------------------------------------------------------
 
@@ -357,7 +369,12 @@ class Emulation:
 
     async def inject(self, fault: str, replica: int) -> None:
         """Hit a replica, follow what happens, and have it come back."""
-        said = {"coordinator": "the coordinator is restarted", "flap": "hosts flap", "flap again": "hosts flap again"}
+        said = {
+            "failover": "another coordinator takes over",
+            "coordinator": "the coordinator is restarted",
+            "flap": "hosts flap",
+            "flap again": "hosts flap again",
+        }
         self._progress(said.get(fault, f"a {fault} is lost"))
         before, begun = await self._usage(), time.monotonic()
         survivors = sorted(self.leaders.keys() - self._gone - {replica})
@@ -367,6 +384,8 @@ class Emulation:
             at = float((await part.call("stall", replica=replica, shard=shard))["at"])
         elif fault.startswith("flap"):
             at = await self._flap(replica)
+        elif fault == "failover":
+            at = await self._fail_over(replica, shard)
         else:
             if fault == "coordinator":
                 await self.coordinator.kill()
@@ -380,6 +399,16 @@ class Emulation:
         await self._cost(fault, before, begun)
         await self._kill(replica, range(self.request.ranks))  # what has not ended by itself
         await self._return(fault, replica)
+
+    async def _fail_over(self, replica: int, shard: int) -> float:
+        """Kill the coordinator, and a rank, while another coordinator stands by; returns when that began."""
+        other = ControlPart("coordinator", msgspec.structs.replace(self._setup, coordinator=0, stands_by=True))
+        await other.start("stands_by")
+        begun = await self.coordinator.kill()
+        self.coordinator = other
+        await self._kill(replica, range(shard, shard + 1))
+        self._setup = msgspec.structs.replace(self._setup, coordinator=await other.said("port"))
+        return begun
 
     async def _flap(self, replica: int) -> float:
         """Cut hosts of the replica off for less than the heartbeat timeout, and once more; returns when that began."""

