@@ -22,7 +22,11 @@ _TIMES = 4
 
 class AdaptiveTimeouts:
     """The timeouts in seconds, between `floor` and `ceiling`; `ceiling` until enough ops were seen. For one thread at a
-    time."""
+    time.
+
+    taken: the seconds that ops have taken, by the number of bits of their size. Who sees an op return adds to it, which
+        a method would make twice as dear; `of`, which is called in a wait, does the work.
+    """
 
     def __init__(self, floor: float, ceiling: float) -> None:
         if not 0 < floor <= ceiling:
@@ -31,15 +35,11 @@ class AdaptiveTimeouts:
             )
         self.floor = floor
         self.ceiling = ceiling
-        self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
-
-    def took(self, nbytes: int, seconds: float) -> None:
-        """Note that an op of `nbytes` has returned. Costs 0.1 us: `of`, which is called in a wait, does the work."""
-        self._seen[nbytes.bit_length()].append(seconds)
+        self.taken: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
 
     def of(self, nbytes: int) -> float:
         """Returns for how many seconds an op of `nbytes` may stand still."""
-        seen = self._seen.get(nbytes.bit_length(), ())
+        seen = self.taken.get(nbytes.bit_length(), ())
         if len(seen) < _LEAST:
             return self.ceiling
         usual = median(seen)

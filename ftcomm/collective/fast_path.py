@@ -30,7 +30,7 @@ from ftcomm.transport.segment import DESCRIPTORS, DETAIL, NEAR, POSTED, SLOTS, T
 LEAST = 2  # members; one alone needs no fast path
 _KEPT = 64  # kinds of calls, per slot
 
-Publish = Callable[[int, int], None]  # see `ftcomm.collective.publisher.Publisher.publish`
+Raisers = Mapping[int, Callable[[int], None]]  # see `ftcomm.collective.publisher.Publisher`
 
 
 def applies(view: GroupView, peers: Mapping[int, Peer]) -> bool:
@@ -42,11 +42,13 @@ def applies(view: GroupView, peers: Mapping[int, Peer]) -> bool:
 
 
 class FastPath:
-    """The fast path of one stream, for which `applies` is true, and which does not compare results."""
+    """The fast path of one stream, for which `applies` is true, and which does not compare results. It runs while
+    nobody reads through a connection, so that the words of `raisers` are all that there is to say."""
 
-    def __init__(self, pipeline: Pipeline, publish: Publish, segment: Segment, waiter: Waiter) -> None:
+    def __init__(self, pipeline: Pipeline, raisers: Raisers, segment: Segment, waiter: Waiter) -> None:
         view = pipeline.view
-        self._pipeline, self._publish = pipeline, publish
+        self._pipeline = pipeline
+        self._raise_posted, self._raise_taken = raisers[POSTED], raisers[TAKEN]
         self._view, self._own, self._waiter = view, segment.words, waiter
         self._contributors = view.contributors
         self._posted, self._taken = pipeline.posted_by_all, pipeline.taken_by_all
@@ -74,7 +76,7 @@ class FastPath:
         views.mine[...] = array
         pipeline.unposted.popleft()  # another thread may have added one after it
         op.end = pipeline.posted = count = index + 1
-        self._publish(POSTED, count)
+        self._raise_posted(count)
         if not self._posted.wait(count, self._waiter):
             pipeline.fill(index, op)
             return False
@@ -85,7 +87,7 @@ class FastPath:
         views.reduce(array)
         op.finals[0] = self._contributors
         pipeline.arrived = pipeline.taken = count
-        self._publish(TAKEN, count)
+        self._raise_taken(count)
         if self._taken.wait(count, self._waiter):
             return True
         op.verified = True

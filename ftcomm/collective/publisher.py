@@ -101,7 +101,6 @@ class Publisher:
         self._lookers = {word: self._peers for word in _TO_ALL} | {
             word: [peer for peer in self._peers if peer.replica in readers] for word, readers in self._levels.items()
         }
-        self._words = {word: [peer.heard for peer in peers] for word, peers in self._lookers.items()}
         self._tokens = {word: token(view.me, word) for word in (*_TO_ALL, *self._levels)}
         # With a tree: the readers for which something may be left, so that the others need not be asked.
         self._lately: dict[MirrorWriter, None] = {}
@@ -112,7 +111,9 @@ class Publisher:
         self._right = view.ring[(at + 1) % len(view.ring)] if view.ring else view.me
         others = self._peers if len(view.ring) > 3 else ()  # in a smaller ring all are neighbours
         self.relayed = [(peer, {POSTED: 0, TAKEN: 0}) for peer in others if peer.replica != self._right]
-        for word in (*_TO_ALL, *self._levels):
+        # By word: what raises it for those that share memory.
+        self.raisers = {word: self._raiser(word) for word in self._tokens}
+        for word in self.raisers:
             self.publish(word, 0)
 
     # -- words -------------------------------------------------------------------------------------------------------
@@ -126,19 +127,29 @@ class Publisher:
 
     def publish(self, word: int, count: int, *, last: bool = True) -> None:
         """Raise a word. `last`: this task is the last one of its op."""
-        own, value = self._own, self._low + count
-        assert own[word] < value or not count, f"word {word} goes from {own[word]:#x} to {value:#x}"
-        own[word] = value
-        for words in self._words[word]:
-            if words[ASLEEP]:
-                self._wake(word)
-                break
+        now, value = self._own[word], self._low + count
+        assert now < value or not count, f"word {word} goes from {now:#x} to {value:#x}"
+        self.raisers[word](count)
         if not self._readers or (word == TAKEN and self._quiet and not last):
             return
         concerned = self._concerned(word, count)
         for reader in tuple(self._readers):
             if concerned is None or reader.replica in concerned:
                 self._send(reader, word, count)
+
+    def _raiser(self, word: int) -> Callable[[int], None]:
+        """Returns what raises a word and wakes who sleeps on it; all that a view decides of that is looked up here."""
+        own, low, peers = self._own, self._low, self._lookers[word]
+        theirs, segment, asleep_on = [peer.heard for peer in peers], self._segment, self._tokens[word]
+
+        def raise_to(count: int) -> None:
+            own[word] = low + count
+            for words in theirs:
+                if words[ASLEEP]:
+                    _wake(peers, segment.address + 8 * word, asleep_on)
+                    break
+
+        return raise_to
 
     def _concerned(self, word: int, count: int) -> frozenset[int] | None:
         """Returns who looks at the word for the sake of this task; None: all. What goes through the tree is posted and
@@ -159,17 +170,6 @@ class Publisher:
         for reader in tuple(self._readers):
             if reader.replica not in self._parent_of_leaf:
                 self._send(reader, POSTED, slot.index + 1)
-
-    def _wake(self, word: int) -> None:
-        """Wake those that look at this word and sleep, on it or on connections too."""
-        woken = False
-        for peer in self._lookers[word]:
-            asleep = peer.heard[ASLEEP]
-            if asleep == IN_POLL:
-                peer.ring()
-            elif not woken and asleep == self._tokens[word]:
-                wake(self._segment.address + 8 * word)  # wakes all that sleep on it
-                woken = True
 
     # -- readers -----------------------------------------------------------------------------------------------------
 
@@ -324,3 +324,15 @@ class Publisher:
             self._readers.remove(reader)
             who = self._me if isinstance(error, CannotSend) else reader.replica
             self._on_lost(who, self._epoch, f"connection for data: {error}")
+
+
+def _wake(peers: Sequence[Peer], address: int, asleep_on: int) -> None:
+    """Wake those of `peers` that sleep on the word at `address`, or on connections too."""
+    woken = False
+    for peer in peers:
+        asleep = peer.heard[ASLEEP]
+        if asleep == IN_POLL:
+            peer.ring()
+        elif not woken and asleep == asleep_on:
+            wake(address)  # wakes all that sleep on it
+            woken = True

@@ -84,7 +84,7 @@ class Stream:
         if on_divergence is not None:
             self.checksums = Checksums(view, memories, pipeline.taken_by_all.is_open, on_divergence)
         elif applies(view, peers):
-            self.fast_path = FastPath(pipeline, self.publisher.publish, segment, waiter)
+            self.fast_path = FastPath(pipeline, self.publisher.raisers, segment, waiter)
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 

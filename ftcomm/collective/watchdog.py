@@ -124,7 +124,7 @@ class Watchdog:
         if op.error is not None:
             self.recorder.failed(op)
         elif op.number >= self._steady:
-            self._deadlines.took(op.nbytes, now - self.began)
+            self._deadlines.taken[op.nbytes.bit_length()].append(now - self.began)
         self.began = now
 
     def _ends_waits(self, now: float) -> None:

@@ -67,16 +67,16 @@ class Reducer:
 
     def _make(self, kind: str, op: str, divisor: int | None) -> Reduction:
         if op in _BITS:
-            return _fold(_BITS[op])
+            return _Fold(_BITS[op])
         if kind == "half":
             return self._half(op, divisor)
         if kind == "int" and op == "avg":
             return self._integer_average(divisor)
         if kind == "bool":
-            return _fold(np.logical_or if op in ("sum", "max") else np.logical_and)
+            return _Fold(np.logical_or if op in ("sum", "max") else np.logical_and)
         if op == "avg":
             return _float_average(divisor)
-        return _fold({"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op])
+        return _Fold({"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op])
 
     def _half(self, op: str, divisor: int | None) -> Reduction:
         import torch
@@ -153,19 +153,28 @@ def operand(dtype: str, carrier: Array, held: str | None = None) -> Array:
     return torch.from_numpy(carrier.view(_INTEGERS[carrier.itemsize])).view(getattr(torch, held or dtype))
 
 
-def _fold(ufunc: np.ufunc) -> Reduction:
-    def reduce(sources: Sequence[Array], out: Array) -> None:
+class _Fold:
+    """The `Reduction` by one function of NumPy, step by step."""
+
+    def __init__(self, ufunc: np.ufunc) -> None:
+        self.ufunc = ufunc
+
+    def __call__(self, sources: Sequence[Array], out: Array) -> None:
         first, *others = sources
         if not others:
             out[...] = first
         for other in others:
-            ufunc(first, other, out=out)
+            self.ufunc(first, other, out=out)
             first = out
 
-    return reduce
+
+def of_two(reduction: Reduction) -> Callable[..., object]:
+    """Returns the same of two sources: (first, second, out=...). A fold is its function itself, without a call of ours
+    around it."""
+    return reduction.ufunc if isinstance(reduction, _Fold) else lambda a, b, out: reduction((a, b), out)
 
 
-_sum = _fold(np.add)
+_sum = _Fold(np.add)
 
 
 def _float_average(divisor: int | None) -> Reduction:

@@ -16,7 +16,7 @@ FLOOR, CEILING = 0.5, 100.0
 def after(*took: float, nbytes: int = 1000) -> AdaptiveTimeouts:
     deadlines = AdaptiveTimeouts(FLOOR, CEILING)
     for seconds in took:
-        deadlines.took(nbytes, seconds)
+        deadlines.taken[nbytes.bit_length()].append(seconds)
     return deadlines
 
 

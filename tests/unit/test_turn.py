@@ -219,3 +219,43 @@ def test_an_interrupt_leaves_the_turn_to_others_wherever_it_comes() -> None:
         in_a_thread(lambda: turn.run(lambda op: None, Op()))
         after += 1
     assert after > 3
+
+
+def test_threads_that_call_one_after_the_other_have_an_order() -> None:
+    turn: Turn[Op] = Turn(lambda op: op.over)
+    called: list[str] = []
+
+    def run(op: Op) -> None:
+        called.append(threading.current_thread().name)
+        turn.run(lambda op: None, op)  # inside another call of this thread
+
+    for _ in range(3):
+        in_a_thread(lambda: turn.run(run, Op()))
+        turn.run(run, Op())
+    assert len(called) == 6
+    assert len(set(called)) == 4
+
+
+def test_of_many_that_come_between_all_are_told_at_once_and_the_one_in_front_when_it_ends() -> None:
+    turn: Turn[Op] = Turn(lambda op: op.over)
+    told: list[str] = []
+
+    def comes(blocks: bool) -> None:
+        with pytest.raises(ArgumentError, match="called a collective of a group in which another"):
+            turn.run(lambda op: None, Op()) if blocks else turn.start(Op())
+        told.append(threading.current_thread().name)
+
+    def call(op: Op) -> None:
+        for blocks in (True, False, True, False):
+            thread = threading.Thread(target=comes, args=(blocks,))
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive(), "it waits for the one in front"
+            turn._lost = ""  # else the others are refused before they meet this call
+
+    with pytest.raises(ArgumentError) as error:
+        turn.run(call, Op())
+    assert len(told) == 4
+    assert repr(told[-1]) in str(error.value)
+    turn.agree()
+    in_a_thread(lambda: turn.run(lambda op: None, Op()))

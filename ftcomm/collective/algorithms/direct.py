@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
 from ftcomm.collective.plan import GroupView, slices
 from ftcomm.kernels.dtypes import HOST_DTYPES
-from ftcomm.kernels.host.reduce import Reducer, is_operand, operand
+from ftcomm.kernels.host.reduce import Reducer, is_operand, of_two, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory
 
 if TYPE_CHECKING:
@@ -49,13 +49,15 @@ class OneShot(Algorithm):
         def reduce(out: Array) -> None:
             reduction(sources, out)
 
+        pair, theirs = of_two(reduction), sources[1 if self._pair and self._first else 0] if sources else None
+
         def reduce_mine_first(out: Array) -> None:
-            reduction((out, sources[1]), out)
+            pair(out, theirs, out=out)
 
         def reduce_mine_last(out: Array) -> None:
-            reduction((sources[0], out), out)
+            pair(theirs, out, out=out)
 
-        made = reduce if not self._pair else reduce_mine_first if sources and self._first else reduce_mine_last
+        made = reduce if not self._pair else reduce_mine_first if self._first else reduce_mine_last
         return made if is_operand(dtype) else lambda here: made(operand(dtype, here))
 
     @property
