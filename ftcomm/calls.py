@@ -16,7 +16,6 @@ from ftcomm.arrays.flat import NONE, Flat, plain
 from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import Operation
 from ftcomm.engines.base import CallEngine, CollectiveCall
-from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, fresh
 from ftcomm.kernels.call_codes import COMPRESSIONS, UNKNOWN
 from ftcomm.kernels.dtypes import BYTES
@@ -114,19 +113,14 @@ class Calls(Messages):
     new one with its shape is returned.
     """
 
-    _turn: Turn[Operation]
+    _exchange: GroupExchange[Any]
+    _engine: CallEngine
     _site: tuple[CodeType | None, int, int] = (None, 0, 0)  # the last place of a call, and how it is recorded
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__new__(cls)
-        made._turn = Turn(_done)
-        return made
-
-    def __init__(self, members: int) -> None:
-        """`members`: the most that the group may have, the same number on all of them."""
-        self._engine: CallEngine = HostCalls(members)
-
-    _exchange: GroupExchange[Any]
+    def __init__(self, me: int, engine: CallEngine, exchange: GroupExchange[Any]) -> None:
+        """`me`: the number of this member."""
+        self._me, self._engine, self._exchange = me, engine, exchange
+        self._turn: Turn[Operation] = Turn(_done)
 
     def _when(self) -> tuple[int, int]:
         """Returns the stamp of a call that this thread makes now, and the lag; see `Operation`."""

@@ -78,13 +78,13 @@ class Group(Calls):
     """
 
     _p2p: JobProgressEngine
+    _engine: JobEngine
 
     def __init__(self, settings: Settings) -> None:
         own_process()
         coordinator = split_endpoint(settings.coordinator, "FTCOMM_COORDINATOR")
         host = own_address(settings.host, coordinator, "FTCOMM_COORDINATOR", settings.init_timeout)
         self.settings = settings = dataclasses.replace(settings, host=host)
-        super().__init__(settings.replicas)
         mine = credentials.of(settings)
         self._recorder = files.begin(_owner(settings), settings.coordinator)
         self._stacks = stacks.serve(files.own_path())
@@ -92,7 +92,7 @@ class Group(Calls):
         room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}", led)
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
-        self._me, self.name = settings.replica, ALL
+        self.name = ALL
         self.roster: tuple[int, ...] = ()
         self.contributors: tuple[int, ...] = ()
         self.drained = False
@@ -101,22 +101,23 @@ class Group(Calls):
         self._entering = threading.Lock()  # guards the way into the first view; never held during a wait
         prepare(settings.transport, f"{self.replica}.{self.shard}")
         sock = open_port(settings.host)
-        self._engine: JobEngine = open_engine(settings)
-        self._p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, self._engine.slots)
+        engine = open_engine(settings)
+        self._p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, engine.slots)
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
         died = "its process died" if leader is None else f"the process of its rank {settings.shard} died"
         self._communicator = communicator = Communicator(
             ALL,
             self.replica,
-            self._engine,
+            engine,
             Events(self._stalled, self._failed, self._lost, self._diverged),
             self._p2p,
             Terms((settings.host, port), settings.data, settings.algorithm, settings.tuning, settings.rack),
             GroupKind.JOB,
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, died, proof=True),
         )
-        self._segment, self._exchange = communicator.segment, communicator.exchange
+        super().__init__(self.replica, engine, communicator.exchange)
+        self._segment = communicator.segment
         data_plane = LocalDataPlane(
             settings.shard,
             communicator,

@@ -10,6 +10,7 @@ from ftcomm.calls import Calls
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.control import fork
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.subgroup_internals import PARTING, SubgroupInternals
 
@@ -29,10 +30,8 @@ class Subgroup(Calls):
 
     def __init__(self, inside: SubgroupInternals, on_closed: Callable[[Subgroup], None]) -> None:
         self.internals, self._on_closed = inside, on_closed
-        super().__init__(inside.size)
-        self.name = inside.name
-        self.replica = self._me = inside.replica
-        self._exchange, self._p2p = inside.exchange, inside.p2p
+        super().__init__(inside.replica, HostCalls(inside.size), inside.exchange)
+        self.name, self.replica, self._p2p = inside.name, inside.replica, inside.p2p
 
     def __str__(self) -> str:
         return str(self.internals)

@@ -20,6 +20,7 @@ from typing import Any
 import click
 import numpy as np
 
+from ftcomm.calls import Calls
 from ftcomm.collective.operation import stamp_of
 from ftcomm.engines.host_calls import HostCalls
 from ftcomm.group import Group
@@ -32,7 +33,7 @@ def group_of_two() -> Iterator[Group]:
     """A group in a step loop, the other member of which is its own mirror image, so that no op waits."""
     exchange, segment = mirrored()
     group = Group.__new__(Group)
-    group._exchange, group._engine = exchange, HostCalls(2)  # type: ignore[assignment]
+    Calls.__init__(group, 0, HostCalls(2), exchange)
     group._runs, group.drained, group._loop, group._stamp = True, False, threading.get_ident(), stamp_of(0)
     group.internals = SimpleNamespace(lag=0, outside=False)  # type: ignore[assignment]
     try:

@@ -26,6 +26,7 @@ from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.watchdog import Deadlines
 from ftcomm.communicator import Terms
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import ArgumentError
 from ftcomm.settings import check_data
 from ftcomm.static.endpoint import Endpoint, parse, shown
@@ -50,10 +51,9 @@ class StaticGroup(Calls):
 
     def __init__(self, inside: StaticGroupInternals) -> None:
         self.internals = inside
-        super().__init__(len(inside.roster))
+        super().__init__(inside.me, HostCalls(len(inside.roster)), inside.exchange)
         self.name, self.roster, self.op_timeout = inside.name, inside.roster, inside.op_timeout
-        self._me = inside.me
-        self._exchange, self._p2p = inside.exchange, inside.p2p
+        self._p2p = inside.p2p
 
     @classmethod
     def in_job(

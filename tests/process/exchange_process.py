@@ -22,6 +22,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, rows, shared_hosts
 from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import LostError
 from ftcomm.settings.tuning import BUILT_IN, Tuning
 from ftcomm.transport.base import Belongs, Peer
@@ -256,8 +257,8 @@ class Caller(Calls):
     """The calls of a group."""
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
-        super().__init__(member.segment.layout.members)
-        self._me, self.roster, self._exchange = member.replica, roster, member.exchange
+        super().__init__(member.replica, HostCalls(member.segment.layout.members), member.exchange)
+        self.roster = roster
 
 
 def main(replica: int, mode: str, pipe: Connection, members: int) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from ftcomm.calls import Calls
 from ftcomm.collective.operation import stamp_of
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import ArgumentError, LostError, MismatchError
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.transport.segment import CHUNK, slot_payload
@@ -31,8 +32,8 @@ class Caller(Calls):
     stamp, lag = UNKNOWN, 0
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
-        super().__init__(len(roster))
-        self._me, self.roster, self._exchange = member.replica, roster, member.exchange
+        super().__init__(member.replica, HostCalls(len(roster)), member.exchange)
+        self.roster = roster
 
     def _when(self) -> tuple[int, int]:
         return self.stamp, self.lag
@@ -433,7 +434,7 @@ def test_counts_that_do_not_fit_are_told_to_all(group: Group) -> None:
 
 def test_all_give_one_member_no_more_than_its_mirrors_have_room_for() -> None:
     class Alone(Calls):
-        _me, roster = 0, tuple(range(200))
+        roster = tuple(range(200))
 
         def _may_call(self) -> None:
             """It always may."""
@@ -444,8 +445,8 @@ def test_all_give_one_member_no_more_than_its_mirrors_have_room_for() -> None:
         rooms.append(op.schedule.room)
         op.finish()
 
-    group, x = Alone(200), np.zeros(4, np.uint8)
-    group._exchange = SimpleNamespace(run=run)  # type: ignore[assignment]
+    exchange: Any = SimpleNamespace(run=run)
+    group, x = Alone(0, HostCalls(200), exchange), np.zeros(4, np.uint8)
     group.allgather(np.zeros(800, np.uint8), x)
     group.gather(np.zeros(800, np.uint8), x, 0)
     group.reduce(x, 0)

@@ -20,6 +20,7 @@ from ftcomm.collective.fast_path import FastPath
 from ftcomm.collective.gate import Gate, token
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import MismatchError
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
@@ -322,14 +323,13 @@ def test_an_op_calls_no_more_functions_than_it_needs() -> None:
     call and the return, and one is the function below."""
 
     class Member(Calls):
-        _me, roster = 0, (0, 1)
+        roster = (0, 1)
 
         def _may_call(self) -> None:
             """As that of `Group`, which calls nothing in a replica that runs."""
 
     exchange, segment = mirrored()
-    caller, array, called = Member(2), np.zeros(256, np.float32), 0
-    caller._exchange = exchange
+    caller, array, called = Member(0, HostCalls(2), exchange), np.zeros(256, np.float32), 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal called

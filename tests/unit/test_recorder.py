@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import ftcomm
 from ftcomm.calls import Calls
+from ftcomm.engines.host_calls import HostCalls
 from ftcomm.kernels.call_codes import KINDS, NUMBER
 from ftcomm.recorder import callers, files, layout
 from ftcomm.recorder.chrome import trace
@@ -370,7 +371,7 @@ def test_each_call_is_recorded_with_its_line_whatever_functions_it_goes_through(
     called: list[int] = []
 
     class Alone(Calls):
-        _me, roster = 0, (0,)
+        roster = (0,)
 
         def _may_call(self) -> None:
             """It always may."""
@@ -379,8 +380,8 @@ def test_each_call_is_recorded_with_its_line_whatever_functions_it_goes_through(
         called.append(op.caller)
         op.finish()
 
-    group, x = Alone(1), np.zeros(4, np.float32)
-    group._exchange = SimpleNamespace(run=run)  # type: ignore[assignment]
+    exchange: Any = SimpleNamespace(run=run)
+    group, x = Alone(0, HostCalls(1), exchange), np.zeros(4, np.float32)
     inside: Any = {"__name__": "ftcomm.training.some", "group": group}
     exec("def reduce(x):\n    group.allreduce(x)\n", inside)
     for _ in range(2):
