@@ -122,7 +122,7 @@ def gather_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
         out = torch.empty(size * count)
         try:
             group.allgather(out, torch.full((count,), 1000.0 * step + group.replica))
-            said["gathered"] = sorted({float(v) - 1000.0 * step for v in out})
+            said["gathered"] = sorted({v - 1000.0 * step for v in out.tolist()})
         except LostError:
             said["gathered"] = "lost"
         part = torch.empty(count)
@@ -135,7 +135,7 @@ def gather_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
         piece = torch.cat([torch.full((count,), 100.0 * step + rank) for rank in range(size)])
         try:
             group.scatter(part, piece if me == size // 2 else None, size // 2)
-            said["scattered"] = sorted({float(v) - me for v in part})
+            said["scattered"] = sorted({v - me for v in part.tolist()})
         except LostError:
             said["scattered"] = "lost"
         try:

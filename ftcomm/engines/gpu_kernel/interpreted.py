@@ -30,7 +30,7 @@ from ftcomm.kernels.device.words import CTL_WORDS, STATE_WORDS, VIEW_WORDS
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Layout, Segment
 
-_BLOCK = 4096  # elements; a call of the interpreter costs the same for any number
+_BLOCK = 16384  # elements, those of a chunk; a call of the interpreter costs the same for any number
 _THREADS = 32
 
 
