@@ -31,6 +31,7 @@ All of it goes in the frames of `ftcomm.control.framing`. None from an unauthent
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hmac
 import ipaddress
 import secrets
@@ -284,11 +285,16 @@ def place(address: Callable[[], Any]) -> str:
     nothing."""
     try:
         name, port = address()[:2]
-        host = ipaddress.ip_address(name.partition("%")[0])
+        return f"{_plain(name)} {port}"
     except (OSError, ValueError):  # reset by now, or not a network connection
         return ""
+
+
+@functools.lru_cache(256)  # thousands of connections come in at one address
+def _plain(name: str) -> str:
+    host = ipaddress.ip_address(name.partition("%")[0])
     mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
-    return f"{mapped or host} {port}"
+    return str(mapped or host)
 
 
 def client(

@@ -255,8 +255,9 @@ class Leader:
             self._deaf.pop(shard, None)
             if message.divided:
                 self._deaf[shard] = message.divided
-            here = msgspec.structs.replace(self._looks, step=self.step, loop=self._stands_in)
-            return [ToCoordinator(here)] if first else []
+            if not first:
+                return []
+            return [ToCoordinator(msgspec.structs.replace(self._looks, step=self.step, loop=self._stands_in))]
         if isinstance(message, m.Promise):
             return self._promised(shard, message)
         if isinstance(message, m.AtBoundary):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import selectors
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
@@ -332,7 +333,8 @@ class Listener:
         sock.setblocking(False)
         self._sock, self._credentials, self._on_peer, self._name = apart(sock), credentials, on_peer, name
         self._rate_limit = HandshakeRateLimit()
-        self._strangers = ConnectionLimit[asyncio.Task[None]](MAX_HANDSHAKES)  # handshakes
+        self._strangers = ConnectionLimit[_Arrival](MAX_HANDSHAKES)
+        self._arrivals: set[_Arrival] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 
@@ -362,42 +364,83 @@ class Listener:
             sock.close()
             drop("crowded", f"a connection from {address[0]}, unread: too many have come from there without a proof")
             return
-        task = self._start(self._incoming(sock, source))
-        task.add_done_callback(self._strangers.gone)
-        if (excess := self._strangers.come(task, address[0])) is not None:
-            excess.key.cancel()
+        arrival = _Arrival(sock, source, self._arrived)
+        self._arrivals.add(arrival)
+        if (excess := self._strangers.come(arrival, address[0])) is not None:
+            self._arrivals.discard(excess.key)
+            excess.key.close()
             drop(
                 "crowded", f"one from {excess.source} of {MAX_HANDSHAKES} connections that had not proved who they are"
             )
+        if arrival in self._arrivals:
+            arrival.begin(self._credentials, self._name)
 
-    async def _incoming(self, sock: socket.socket, source: str) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _arrived(self, arrival: _Arrival, done: Any, error: Exception | None) -> None:
+        """Serve a connection whose handshake has ended well, and drop any other."""
+        self._strangers.gone(arrival)
+        self._arrivals.discard(arrival)
+        if error is not None:
+            _dropped(error)
+            arrival.sock.close()
+            return
+        self._rate_limit.proved(arrival.source)
+        opening, keys, tunnel = done
+        self._start(self._serve(Channel(arrival.sock, keys, tunnel), opening))
+
+    async def _serve(self, channel: Channel, opening: handshake.Opening) -> None:
         try:
-            sock.setblocking(False)
-            wire.tune(sock)
-            steps = handshake.server(self._credentials, self._name, handshake.place(sock.getsockname))
-            opening, keys, tunnel = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT)
-            self._strangers.gone(task)
-            self._rate_limit.proved(source)
-            await self._on_peer(Channel(sock, keys, tunnel), opening)
-        except OSError as error:
-            kind = error.kind if isinstance(error, handshake.HandshakeError) else "handshake"
-            drop(kind, f"a connection: {error}", said=not isinstance(error, handshake.Unspoken))
-            sock.close()
+            await self._on_peer(channel, opening)
         except Exception as error:
-            drop("internal", f"a connection: {error!r}", error=error)
-            sock.close()
+            _dropped(error)
+            channel.close()
         except BaseException:
-            sock.close()
+            channel.close()
             raise
 
     async def close(self) -> None:
+        for arrival in self._arrivals:
+            arrival.close()
+        self._arrivals.clear()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._sock.close()
+
+
+class _Arrival:
+    """A connection that has come in, until its handshake ends. `ended` is told how, and owns the socket from then
+    on."""
+
+    def __init__(
+        self, sock: socket.socket, source: str, ended: Callable[[_Arrival, Any, Exception | None], None]
+    ) -> None:
+        self.sock, self.source, self._ended = sock, source, ended
+        self._handshake: wire.Handshake | None = None
+
+    def begin(self, credentials: handshake.Credentials, name: str) -> None:
+        try:
+            self.sock.setblocking(False)
+            wire.tune(self.sock)
+            steps = handshake.server(credentials, name, handshake.place(self.sock.getsockname))
+            self._handshake = wire.Handshake(self.sock, steps, HANDSHAKE_TIMEOUT, functools.partial(self._ended, self))
+            self._handshake.begin()
+        except Exception as error:
+            self._ended(self, None, error)
+
+    def close(self) -> None:
+        if self._handshake is not None:
+            self._handshake.stop()
+        self.sock.close()
+
+
+def _dropped(error: Exception) -> None:
+    """Count a connection that is of no use."""
+    if isinstance(error, OSError):
+        kind = error.kind if isinstance(error, handshake.HandshakeError) else "handshake"
+        drop(kind, f"a connection: {error}", said=not isinstance(error, handshake.Unspoken))
+    else:
+        drop("internal", f"a connection: {error!r}", error=error)
 
 
 def hand_over(handler: Callable[[Channel, handshake.Fields], None], channel: Channel, fields: handshake.Fields) -> None:

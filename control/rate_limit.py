@@ -8,6 +8,7 @@ back once it has proved to hold the job's token, so a job whose ranks all start 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 
 RATE = 200.0  # connections a second that a source may leave unproved
@@ -47,6 +48,7 @@ class HandshakeRateLimit:
             bucket.level = min(BURST, bucket.level + 1.0)
 
 
+@functools.lru_cache(SOURCES)  # thousands of connections come from one address
 def source_of(address: str) -> str:
     """Returns the source of an address: itself for IPv4, its network of 64 bits for IPv6, as one host may have it."""
     known = ipaddress.ip_address(address.partition("%")[0])

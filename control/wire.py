@@ -20,7 +20,6 @@ from ftcomm.control.liveness import unanswered
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Channel, Connection
 from ftcomm.control.views import Address
-from ftcomm.control.wait_for import wait_for
 
 MAX_MESSAGE = 16 << 20  # bytes of a frame of the control plane; longer ones are refused unread
 MAX_UNSENT = 64 << 20  # bytes that wait for a peer before its connection is given up
@@ -197,73 +196,148 @@ def _recv_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
 # -- asyncio -----------------------------------------------------------------------------------------------------
 
 
+class Handshake:
+    """Drives either side of a handshake over a non-blocking socket, in the callbacks of its event loop: a leader does
+    thousands in a second or two, and to wake a task for each step would cost as much as all else.
+
+    At its end `ended` is called once, with what the steps return, or with the error: an `OSError`, unless something is
+    wrong in this process. Nothing is closed here. All of it may take `timeout` seconds.
+
+    With `on_mute` the process at the other end may take as long for its first byte as its kernel answers, as in
+    `connect`. `on_mute` is called after every `timeout` seconds of that, and what follows may take `timeout` seconds.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        steps: Wired,
+        timeout: float,
+        ended: Callable[[Any, Exception | None], None],
+        on_mute: Callable[[], None] | None = None,
+    ) -> None:
+        self._sock, self._steps, self._timeout, self._ended, self._on_mute = sock, steps, timeout, ended, on_mute
+        self._loop = asyncio.get_running_loop()
+        self._unsent: bytes | memoryview = b""
+        self._wanted = 0  # the bytes that the steps wait for
+        self._came: bytes | None = None  # those of them that have come; None: the steps wait for none
+        self._spoken = False  # whether the other side has sent anything
+        self._awaits: Callable[[int], bool] | None = None  # ends the wait for the socket, if there is one
+        self._over = False
+
+    def begin(self) -> None:
+        self._timer = self._loop.call_later(self._timeout, self._late)
+        self._go_on()
+
+    def stop(self) -> None:
+        """Do nothing more, and call nobody. Idempotent."""
+        if not self._over:
+            self._over = True
+            self._timer.cancel()
+            self._wait(None)
+
+    def _go_on(self) -> None:
+        """Go as far as is possible without a wait."""
+        try:
+            while self._goes_on():
+                pass
+            return
+        except StopIteration as stop:
+            result, error = stop.value, None
+        except Exception as failed:
+            result, error = None, failed
+        self._end(result, error)
+
+    def _goes_on(self) -> bool:
+        """Do the next thing; False if that has to wait for the socket. Raises `StopIteration` with the result."""
+        if self._unsent:
+            return self._send()
+        if self._came is not None and len(self._came) < self._wanted:
+            return self._receive(self._came)
+        received, self._came = self._came, None
+        data = next(self._steps) if received is None else self._steps.send(received)
+        if isinstance(data, int):
+            self._wanted, self._came = data, b""
+        else:
+            self._unsent = data
+        return True
+
+    def _send(self) -> bool:
+        try:
+            self._unsent = memoryview(self._unsent)[self._sock.send(self._unsent) :]
+        except BlockingIOError:
+            self._wait(self._loop.remove_writer)
+            return False
+        except ConnectionError:  # what was sent before the end may say why it ended
+            self._unsent = b""
+        return True
+
+    def _receive(self, came: bytes) -> bool:
+        try:
+            part = self._sock.recv(self._wanted - len(came))
+        except BlockingIOError:
+            self._wait(self._loop.remove_reader)
+            return False
+        if not part:
+            raise (HungUp if self._spoken else Unspoken)("the connection was closed during the handshake")
+        if not self._spoken and self._on_mute is not None:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(self._timeout, self._late)
+        self._spoken = True
+        self._came = came + part
+        return True
+
+    def _wait(self, ends: Callable[[int], bool] | None) -> None:
+        """Wait for input or for room, or for neither."""
+        if ends == self._awaits:
+            return
+        if self._awaits is not None:
+            self._awaits(self._sock.fileno())
+        self._awaits = ends
+        if ends is not None:
+            begin = self._loop.add_reader if ends == self._loop.remove_reader else self._loop.add_writer
+            begin(self._sock.fileno(), self._go_on)
+
+    def _late(self) -> None:
+        try:
+            answered = (unanswered(self._sock) or 0.0) <= self._timeout
+            if self._on_mute is not None and not self._spoken and answered:
+                self._timer = self._loop.call_later(self._timeout, self._late)
+                self._on_mute()
+                return
+            error: Exception = TimeoutError()
+        except Exception as failed:
+            error = failed
+        self._end(None, error)
+
+    def _end(self, result: Any, error: Exception | None) -> None:
+        if self._over:
+            return
+        self.stop()
+        if isinstance(error, TimeoutError):
+            error = late(self._steps, self._sock, self._timeout)
+        elif isinstance(error, ConnectionResetError | BrokenPipeError):
+            error = HungUp(str(error))
+        self._ended(result, error)
+
+
 async def handshake(
     sock: socket.socket, steps: Wired, timeout: float, on_mute: Callable[[], None] | None = None
 ) -> Any:
-    """Drive either side over a non-blocking socket; closes nothing. Raises `OSError`, also on timeout.
+    """Does a `Handshake`, and returns what the steps return. Raises `OSError`, also on timeout."""
+    done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    With `on_mute` the process at the other end may take as long for its first byte as its kernel answers, as in
-    `connect`. `on_mute` is called after every `timeout` seconds of that.
-    """
-    try:
-        data = None if on_mute is None else await _answer(sock, steps, timeout, on_mute)
-        return await wait_for(timeout, _drive(sock, steps, data))
-    except (asyncio.TimeoutError, TimeoutError):
-        raise late(steps, sock, timeout) from None
-    except (ConnectionResetError, BrokenPipeError) as error:
-        raise HungUp(str(error)) from None
-
-
-async def _answer(sock: socket.socket, steps: Wired, timeout: float, on_mute: Callable[[], None]) -> int:
-    """Send what a client sends first, and wait for the answer; returns how many bytes of it are wanted next."""
-    loop = asyncio.get_running_loop()
-    data = next(steps)
-    while not isinstance(data, int):
-        await loop.sock_sendall(sock, data)
-        data = next(steps)
-    spoken = asyncio.Event()
-    loop.add_reader(sock, spoken.set)
-    try:
-        while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await wait_for(timeout, spoken.wait())
-                return data
-            if (unanswered(sock) or 0.0) > timeout:
-                raise TimeoutError
-            on_mute()
-    finally:
-        loop.remove_reader(sock)
-
-
-async def _drive(sock: socket.socket, steps: Wired, data: bytes | int | None = None) -> Any:
-    """Drive the steps. `data` is what they yielded first, if they have been asked already."""
-    loop = asyncio.get_running_loop()
-    received: bytes | None = None
-    closed: type[HungUp] = Unspoken
-    while True:
-        if data is None:
-            try:
-                data = steps.send(received) if received is not None else next(steps)
-            except StopIteration as stop:
-                return stop.value
-        received = None
-        if isinstance(data, int):
-            received = await _receive(loop, sock, data, closed)
-            closed = HungUp
+    def ended(result: Any, error: Exception | None) -> None:
+        if error is not None:
+            done.set_exception(error)
         else:
-            with contextlib.suppress(ConnectionError):  # what was sent before the end may say why it ended
-                await loop.sock_sendall(sock, data)
-        data = None
+            done.set_result(result)
 
-
-async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int, closed: type[HungUp]) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = await loop.sock_recv(sock, count - len(data))
-        if not part:
-            raise (HungUp if data else closed)("the connection was closed during the handshake")
-        data += part
-    return data
+    driven = Handshake(sock, steps, timeout, ended, on_mute)
+    driven.begin()
+    try:
+        return await done
+    finally:
+        driven.stop()
 
 
 class Writer:

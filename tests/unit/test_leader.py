@@ -309,3 +309,13 @@ def test_a_rank_of_many_gives_its_leader_a_sign_of_life_every_second_beat(shard:
     again = RankNode(0, shard, address(0, shard), USUAL, 2, MANY_RANKS)
     given = [len(again.beat(beat * USUAL.beat)) for beat in range(6)]
     assert given == [1, 0, 1, 0, 1, 0] if each == 2 else given == 6 * [1]
+
+
+def test_a_sign_of_life_costs_no_look_at_all_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica of thousands of ranks that wait to join would look at each for each."""
+    made = Leader(0, "life-0", 3, Timeouts.derive(120.0, 10.0))
+    for rank in range(3):
+        made.from_rank(rank, m.Hello(rank, address(0, rank)))
+        made.from_rank(rank, m.Ready(1))
+    monkeypatch.setattr(Leader, "_ready_in", property(lambda self: pytest.fail("it looks at all")))
+    assert [made.from_rank(rank, m.Heartbeat(-1)) for rank in range(3)] == [[], [], []]

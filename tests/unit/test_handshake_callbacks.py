@@ -1,0 +1,222 @@
+"""A handshake is driven in the callbacks of its socket: what it waits for, how it ends, and that no task is made."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ftcomm.control import dropped, handshake, links, wire
+from ftcomm.control.handshake import HungUp, Unspoken, Wired
+from ftcomm.control.links import Listener, listen
+from ftcomm.control.sealed import Channel
+from tests.opened import open_socket
+from tests.peers_rig import CREDENTIALS, DEADLINE, closed, framed, listening, nobody, pair, until
+
+LONG = 1 << 22  # bytes, more than a socket takes at once
+
+
+@pytest.mark.parametrize("early", [b"a", b""])
+def test_what_does_not_fit_is_sent_when_there_is_room_and_bytes_come_as_they_come(early: bytes) -> None:
+    def steps() -> Wired:
+        yield bytes(LONG)
+        first = yield 3
+        return first + (yield 2)
+
+    async def far_end(far: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        far.setblocking(False)
+        await loop.sock_sendall(far, early)  # input, while there is no room
+        left = LONG
+        while left:
+            left -= len(await loop.sock_recv(far, 1 << 16))
+        for byte in b"abcde"[len(early) :]:
+            await asyncio.sleep(0.01)
+            await loop.sock_sendall(far, bytes([byte]))
+
+    async def run() -> None:
+        with pair() as (near, far):
+            there = asyncio.ensure_future(far_end(far))
+            assert await wire.handshake(near, steps(), DEADLINE) == b"abcde"
+            await there
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("said", "error"), [(b"", Unspoken), (b"a", HungUp)])
+def test_an_end_before_anything_was_said_is_told_from_a_later_one(said: bytes, error: type[Exception]) -> None:
+    def steps() -> Wired:
+        yield 2
+
+    async def run() -> None:
+        with pair() as (near, far):
+            far.sendall(said)
+            far.shutdown(socket.SHUT_WR)
+            with pytest.raises(error) as ended:
+                await wire.handshake(near, steps(), DEADLINE)
+            assert type(ended.value) is error
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_steps_is_raised_and_nothing_is_waited_for_after_it() -> None:
+    def steps() -> Wired:
+        yield 1
+        raise KeyError("mine")
+
+    async def run() -> None:
+        with pair() as (near, far):
+            driven = asyncio.ensure_future(wire.handshake(near, steps(), DEADLINE))
+            await asyncio.sleep(0)
+            far.sendall(b"ab")
+            with pytest.raises(KeyError, match="mine"):
+                await driven
+            assert not asyncio.get_running_loop().remove_reader(near)
+
+    asyncio.run(run())
+
+
+def test_who_gives_a_handshake_up_is_not_called_any_more() -> None:
+    def steps() -> Wired:
+        yield 1
+
+    async def run() -> None:
+        with pair() as (near, far):
+            driven = asyncio.ensure_future(wire.handshake(near, steps(), DEADLINE))
+            await asyncio.sleep(0)
+            driven.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await driven
+            assert not asyncio.get_running_loop().remove_reader(near)
+            far.sendall(b"a")
+            await asyncio.sleep(0.01)
+            assert near.recv(10) == b"a", "left to whoever is next"
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_a_mute_process_is_told_and_gives_what_follows_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernel answers. After the first byte no more than the time limit passes, and `on_mute` is not called."""
+    monkeypatch.setattr(wire, "unanswered", lambda sock: 0.0)
+    mute = []
+
+    def steps() -> Wired:
+        yield b"asks"
+        yield 2
+
+    async def run() -> None:
+        with pair() as (near, far):
+
+            def on_mute() -> None:
+                mute.append(time.monotonic())
+                if len(mute) == 3:
+                    far.sendall(b"a")
+
+            monkeypatch.setattr(wire, "late", lambda steps, sock, timeout: handshake.HandshakeError("late"))
+            with pytest.raises(handshake.HandshakeError, match="late"):
+                await wire.handshake(near, steps(), 0.05, on_mute)
+            assert time.monotonic() - mute[-1] >= 0.05
+
+    asyncio.run(run())
+    assert len(mute) == 3
+
+
+def test_a_kernel_that_does_not_answer_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "unanswered", lambda sock: DEADLINE)
+    monkeypatch.setattr(wire, "late", lambda steps, sock, timeout: handshake.HandshakeError("late"))
+
+    def steps() -> Wired:
+        yield 1
+
+    async def run() -> None:
+        with pair() as (near, _), pytest.raises(handshake.HandshakeError, match="late"):
+            await wire.handshake(near, steps(), 0.05, lambda: pytest.fail("it is not only mute"))
+
+    asyncio.run(run())
+
+
+def test_a_client_that_drips_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]) -> None:
+    """Each byte comes in time, all of them do not."""
+    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", 0.3)
+
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        writer.write((4000).to_bytes(4, "big"))
+        while True:
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        async with listening(nobody) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            dripping = asyncio.ensure_future(drip(writer))
+            assert await closed(reader) == b""
+            dripping.cancel()
+            writer.close()
+            assert count("handshake") == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("time_for_handshakes")
+def test_a_task_is_made_only_for_who_has_proved_that_it_holds_the_token() -> None:
+    """Half an opening, an opening that waits for its answer, and nothing: none of them costs a task."""
+    opening = next(handshake.client_steps(CREDENTIALS, "rank", {}))
+
+    async def peer(channel: Channel, opening: handshake.Opening) -> None:
+        arrived.append(asyncio.current_task())
+        await asyncio.sleep(DEADLINE)
+
+    async def run() -> None:
+        async with listening(peer) as address:
+            await asyncio.sleep(0)
+            before = asyncio.all_tasks()
+            strangers = [await asyncio.open_connection(*address) for _ in range(20)]
+            for number, (_, writer) in enumerate(strangers):
+                writer.write(framed(opening)[: (0, 5, None)[number % 3]])
+            for reader, _ in strangers[2::3]:
+                await asyncio.wait_for(reader.readexactly(4), DEADLINE)  # the head of a challenge
+            assert asyncio.all_tasks() == before
+            (await open_socket(address, CREDENTIALS, "rank", {})).close()
+            await until(lambda: bool(arrived))
+            assert asyncio.all_tasks() - before == set(arrived)
+            for _, writer in strangers:
+                writer.close()
+
+    arrived: list[asyncio.Task[None] | None] = []
+    asyncio.run(run())
+
+
+def test_who_is_one_too_many_at_once_is_closed_before_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]
+) -> None:
+    monkeypatch.setattr(links, "MAX_HANDSHAKES", 0)
+
+    async def run() -> None:
+        async with listening(nobody) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            assert await closed(reader) == b""
+            writer.close()
+
+    asyncio.run(run())
+    assert dropped.counts() == {"crowded": 1}
+
+
+@pytest.mark.usefixtures("time_for_handshakes")
+def test_a_port_that_is_closed_ends_what_comes_in_there_and_counts_nothing() -> None:
+    async def run() -> None:
+        sock = listen("127.0.0.1", 0)
+        listener = Listener(sock, CREDENTIALS, nobody)
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        await until(lambda: len(listener._strangers) == 1)
+        await listener.close()
+        assert await closed(reader) == b""
+        writer.close()
+
+    before = dropped.counts()
+    asyncio.run(run())
+    assert dropped.counts() == before
