@@ -32,8 +32,8 @@ from ftcomm.bench.collectives import COLLECTIVES, IN, OUT, ROOT, Case
 from ftcomm.bench.data import FLOATS, INTEGERS, REDOPS, Pattern, item_size
 from ftcomm.bench.harness import INTS, SIZE, SIZES, BenchReport, Experiment, Table, figure_text, option
 from ftcomm.bench.interleave import BenchTurn, Interleaver, OpDeclined, RankChannel, RanksGone, TimedBlock
-from ftcomm.bench.job import Progress, part, rank_arguments, written_task
-from ftcomm.bench.libraries import Library, Mpi, Op, Ours, open_library, rank_of_environment
+from ftcomm.bench.job import OnProgress, part, rank_arguments, written_task
+from ftcomm.bench.libraries import BoundCall, Library, Mpi, Ours, open_library, rank_of_environment
 from ftcomm.bench.peers import TRANSPORT, missing, ours, theirs
 from ftcomm.bench.plots import COLOURS, INK, MUTED, figure
 from ftcomm.bench.sizes import format_size, sweep
@@ -359,7 +359,7 @@ async def measure_sizes(
     request: CollectiveRequest,
     function: Callable[..., None],
     on_rows: Callable[[list[CollectiveRow]], None],
-    progress: Progress,
+    progress: OnProgress,
     say: Callable[[str], None],
 ) -> None:
     """Start all libraries, whose ranks call `function`, and hand over the rows of one size and place when they are
@@ -417,7 +417,7 @@ class _Contest:
             except RanksGone as gone:
                 await self._lose(name, str(gone))
 
-    async def run(self, rounds: int, on_rows: Callable[[list[CollectiveRow]], None], progress: Progress) -> None:
+    async def run(self, rounds: int, on_rows: Callable[[list[CollectiveRow]], None], progress: OnProgress) -> None:
         task = self._task
         for index, size in enumerate(task.sizes):
             for place in COLLECTIVES[task.collective].places:
@@ -651,7 +651,7 @@ def _answer(library: Library, turn: BenchTurn, task: CollectiveTask, rank: int, 
         return TimedBlock(rank, error=f"rank {rank}: {type(error).__name__}: {error}"[:500])
 
 
-def _block(library: Library, op: Op, case: Case, size: Size, task: CollectiveTask, bare: bool) -> TimedBlock:
+def _block(library: Library, op: BoundCall, case: Case, size: Size, task: CollectiveTask, bare: bool) -> TimedBlock:
     times: list[int] = []
     elapsed = wrong = 0
     check = task.check and not bare
@@ -682,7 +682,7 @@ def _block(library: Library, op: Op, case: Case, size: Size, task: CollectiveTas
     return TimedBlock(case.rank, times, elapsed, wrong)
 
 
-def _time(op: Op, timed: int) -> tuple[list[int], int]:
+def _time(op: BoundCall, timed: int) -> tuple[list[int], int]:
     stamps = [perf_counter_ns()]
     for _ in range(timed):
         op()
@@ -690,7 +690,7 @@ def _time(op: Op, timed: int) -> tuple[list[int], int]:
     return [after - before for before, after in itertools.pairwise(stamps)], stamps[-1] - stamps[0]
 
 
-def _time_on_gpu(library: Library, op: Op, timed: int, graph: bool) -> tuple[list[int], int]:
+def _time_on_gpu(library: Library, op: BoundCall, timed: int, graph: bool) -> tuple[list[int], int]:
     replay: Any = op
     if graph:
         captured = torch.cuda.CUDAGraph()

@@ -274,7 +274,7 @@ class LightRank:
         self.ranks.messages += 1
         self.do(self.node.from_up(message))
 
-    def do(self, actions: list[n.Action]) -> None:
+    def do(self, actions: list[n.RankAction]) -> None:
         for action in actions if self.alive else ():
             match action:
                 case n.Up(message):

@@ -179,7 +179,7 @@ class ViewsJob:
 
     # -- the wire ----------------------------------------------------------------------------------------------------
 
-    def _coordinator_does(self, event: Callable[[], list[ca.Action]]) -> None:
+    def _coordinator_does(self, event: Callable[[], list[ca.CoordinatorAction]]) -> None:
         meter = self.at_coordinator
         with meter.at_work():
             sends = [action for action in event() if isinstance(action, ca.Send)]
@@ -212,7 +212,7 @@ class ViewsJob:
         assert isinstance(message, m.Boundary)
         self._leader_does(replica, lambda: replica.leader.from_leader(message))
 
-    def _leader_does(self, replica: _Replica, event: Callable[[], list[lead.Action]]) -> None:
+    def _leader_does(self, replica: _Replica, event: Callable[[], list[lead.LeaderAction]]) -> None:
         meter = self.at_leaders[replica.number]
         for action in self._done(meter, event):
             with meter.at_work():
@@ -230,7 +230,7 @@ class ViewsJob:
                 self._rank_hears(replica, action.shard, action.message)
 
     @staticmethod
-    def _done(meter: _Meter, event: Callable[[], list[lead.Action]]) -> list[lead.Action]:
+    def _done(meter: _Meter, event: Callable[[], list[lead.LeaderAction]]) -> list[lead.LeaderAction]:
         with meter.at_work():
             return event()
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ftcomm.bench.collectives import OUT
 
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 HELLO = 90.0  # s that the ranks of a library may take to come
 
 
@@ -123,8 +123,8 @@ class Interleaver:
         return block
 
     async def _or_gone(
-        self, what: Coroutine[Any, Any, Result], process: asyncio.Future[str], timeout: float, otherwise: str
-    ) -> Result:
+        self, what: Coroutine[Any, Any, ResultT], process: asyncio.Future[str], timeout: float, otherwise: str
+    ) -> ResultT:
         task = asyncio.ensure_future(what)
         try:
             await asyncio.wait([task, process], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

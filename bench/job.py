@@ -26,13 +26,13 @@ from ftcomm.launch import Launcher, RunOptions
 from ftcomm.launch.policy import State
 from ftcomm.launch.run import DRAINED, FINISHED
 
-Record = TypeVar("Record")
+RecordT = TypeVar("RecordT")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in the environment of ranks
 KEPT_LINES = 30  # of the ranks' output, for the error when a job fails
 WAIT_TIMEOUT = 60.0  # s that what an experiment waits for may take, before it gives up
 FOREVER = 1 << 40  # steps of ranks that run until the job is drained
 
-Progress = Callable[[str, float], None]  # what runs now, and the share that is done
+OnProgress = Callable[[str, float], None]  # what runs now, and the share that is done
 
 
 class Job:
@@ -83,16 +83,16 @@ class Job:
         self.lines.append(f"[{replica}] {line}")
 
 
-class Tail(Generic[Record]):
+class Tail(Generic[RecordT]):
     """The records that ranks append to their files as lines of JSON, each read once."""
 
-    def __init__(self, paths: Iterable[Path], kind: type[Record]) -> None:
+    def __init__(self, paths: Iterable[Path], kind: type[RecordT]) -> None:
         self._places = dict.fromkeys(paths, 0)
         self._decoder = msgspec.json.Decoder(kind)
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[RecordT]:
         """Returns what came since the last call; a line that is not complete is left for the next."""
-        found: list[Record] = []
+        found: list[RecordT] = []
         for path, place in self._places.items():
             if not path.exists():
                 continue
@@ -154,7 +154,7 @@ def whole_job(arguments: Sequence[str], ranks: int, **options: Any) -> RunOption
     return job_options(arguments, ranks, min_replicas=ranks, max_restarts=0, **options)
 
 
-def part(progress: Progress, number: int, of: int) -> Progress:
+def part(progress: OnProgress, number: int, of: int) -> OnProgress:
     """Returns the progress of one of several jobs, which run one after the other."""
     return lambda what, share: progress(what, (number + share) / of)
 
@@ -165,7 +165,7 @@ async def run_ranks(
     ranks: int,
     kind: Any,
     total: int,
-    progress: Progress,
+    progress: OnProgress,
     look: Callable[[Job, list[Any]], object] = lambda job, records: None,
     **options: Any,
 ) -> list[Any]:
@@ -187,15 +187,15 @@ async def run_ranks(
     return records
 
 
-class Observer(Generic[Record]):
+class Observer(Generic[RecordT]):
     """A job that is waited for, and hit, by what its ranks write down. `job` is a `Job`, or one of a peer's ranks."""
 
     def __init__(
         self, job: Any, task: Any, kind: Any, replicas: int, ranks: int = 1, events: Sequence[dict[str, Any]] = ()
     ) -> None:
         self.job, self.task, self.replicas, self.events = job, task, replicas, events
-        self.records: list[Record] = []
-        self.saw: Callable[[Record], object] = lambda record: None  # is called with each new one
+        self.records: list[RecordT] = []
+        self.saw: Callable[[RecordT], object] = lambda record: None  # is called with each new one
         self._new = tail(task.folder, replicas * ranks, kind)
 
     async def until(self, what: str, true: Callable[[], bool], timeout: float = WAIT_TIMEOUT, **how: Any) -> None:

@@ -17,12 +17,12 @@ import ftcomm
 from ftcomm.bench.collectives import IN, OUT, ROOT, Case
 from ftcomm.bench.torchft import manager
 
-Op = Callable[[], Any]
+BoundCall = Callable[[], Any]
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 class Library(Protocol):
-    def op(self, name: str, case: Case, wire: str | None) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> BoundCall:
         """Returns the op of the library as `name` and `wire` want it. Raises `NotImplementedError`, in words, for what
         it has not."""
 
@@ -45,7 +45,7 @@ class Ours:
         self._token = torch.zeros(1)
         self.before_op: Callable[[ftcomm.Group, str], None] | None = None
 
-    def op(self, name: str, case: Case, wire: str | None) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> BoundCall:
         if name == "copy":
             source, into = torch.ones_like(_whole(case)), torch.empty_like(_whole(case))
             into.zero_()  # no page is touched for the first time while it is timed
@@ -56,7 +56,7 @@ class Ours:
         more: dict[str, Any] = {"atomic": True} if name == "atomic" else {}
         if wire is not None:
             more["compression"] = wire
-        ops: dict[str, Op] = {
+        ops: dict[str, BoundCall] = {
             "allreduce": lambda: group.allreduce(out, op=redop, **more),
             "broadcast": lambda: group.broadcast(out, ROOT),
             "reduce": lambda: group.reduce(out, ROOT, redop),
@@ -92,12 +92,12 @@ class Torch:
         )
         self._token = torch.zeros(1, device=self._device)
 
-    def op(self, name: str, case: Case, wire: str | None) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> BoundCall:
         x, out, redop = case.x, case.out, case.pattern.redop
         how = getattr(dist.ReduceOp, redop.upper())
         apart = case.collective.name in ("gather", "scatter")
         given, taken = (list(array.split(case.part)) if apart and array is not None else None for array in (x, out))
-        ops: dict[str, Op] = {
+        ops: dict[str, BoundCall] = {
             "allreduce": lambda: dist.all_reduce(out, op=how),
             "broadcast": lambda: dist.broadcast(out, ROOT),
             "reduce": lambda: dist.reduce(out, ROOT, op=how),
@@ -134,7 +134,7 @@ class Mpi:
     def rank(self) -> int:
         return int(self._world.rank)
 
-    def op(self, name: str, case: Case, wire: str | None) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> BoundCall:
         if case.pattern.dtype not in self.DTYPES or case.pattern.redop == "avg":
             raise NotImplementedError(f"MPI has no {case.pattern.redop} of {case.pattern.dtype}")
         world, same = self._world, self._mpi.IN_PLACE
@@ -144,7 +144,7 @@ class Mpi:
         if case.collective.name == "reduce_scatter" and case.place == IN:
             raise NotImplementedError("MPI's reduce_scatter in place leaves its result somewhere else")
         reduced = (same, out) if case.rank == ROOT else (out, None)
-        ops: dict[str, Op] = {
+        ops: dict[str, BoundCall] = {
             "allreduce": lambda: world.Allreduce(given, out, op=how),
             "broadcast": lambda: world.Bcast(out, ROOT),
             "reduce": lambda: world.Reduce(*reduced, op=how, root=ROOT),
@@ -173,7 +173,7 @@ class Torchft:
         # Else the first step is one of replica 0 alone, the others get its state.
         self._manager = manager(rank, self._store, least=ranks, init_sync=False)
 
-    def op(self, name: str, case: Case, wire: str | None) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> BoundCall:
         if case.collective.name != "allreduce" or case.pattern.redop not in ("sum", "avg"):
             raise NotImplementedError("torchft's manager has an all-reduce of sums and averages alone")
         how = dist.ReduceOp.SUM if case.pattern.redop == "sum" else dist.ReduceOp.AVG
@@ -204,7 +204,7 @@ def rank_of_environment() -> int:
     return int(os.environ.get("FTCOMM_REPLICA", os.environ.get("RANK", "0")))
 
 
-def _in_place(case: Case, op: Op) -> Op:
+def _in_place(case: Case, op: BoundCall) -> BoundCall:
     """Puts a copy before an op that is an all-reduce in place and was to be one out of place."""
     if case.place == OUT and case.collective.name == "allreduce":
         assert case.x is not None

@@ -104,7 +104,7 @@ class RecoveryRequest:
         check_memory(what, self.replicas, 4 * self.size, "--replicas or --size")
 
 
-class Event(msgspec.Struct, frozen=True):
+class RecoveryEvent(msgspec.Struct, frozen=True):
     """One fault. Milliseconds since it; None where that did not happen within `WAIT_TIMEOUT`, or nobody can tell."""
 
     number: int
@@ -147,7 +147,7 @@ class Summary(msgspec.Struct, frozen=True):
     over_heartbeat_ms: dict[str, float] = {}  # stall without the heartbeat timeout
 
 
-def summarize(events: Sequence[Event]) -> Summary:
+def summarize(events: Sequence[RecoveryEvent]) -> Summary:
     """Summarize at least one event, all of one library and one fault."""
 
     def spread(name: str) -> dict[str, float]:
@@ -176,7 +176,7 @@ def summarize(events: Sequence[Event]) -> Summary:
     )
 
 
-def summaries(events: Sequence[Event]) -> list[Summary]:
+def summaries(events: Sequence[RecoveryEvent]) -> list[Summary]:
     kinds = dict.fromkeys((event.library, event.fault) for event in events)
     return [summarize([e for e in events if (e.library, e.fault) == kind]) for kind in kinds]
 
@@ -213,14 +213,16 @@ async def measure_ftcomm(request: RecoveryRequest, report: BenchReport) -> None:
         )
         if fault == "stop":
             where["op_timeout"] = STOPPED
-        async with observed(rank, RecoveryTask(request.size // 4, apart=cut), Op, request.replicas, **where) as job:
+        async with observed(
+            rank, RecoveryTask(request.size // 4, apart=cut), TimedOp, request.replicas, **where
+        ) as job:
             for number in range(request.kills):
                 report.progress(f"{fault} {number + 1} of {request.kills}", number / request.kills)
                 await _settle(job)
                 report.add(await _hit(job, number, fault, chance))
 
 
-async def _settle(job: Observer[Op]) -> None:
+async def _settle(job: Observer[TimedOp]) -> None:
     """Wait until all replicas contribute and have run a few ops in that view."""
 
     def settled() -> bool:
@@ -243,7 +245,7 @@ class Hit(msgspec.Struct, frozen=True):
     mark: int  # how many events there were before
 
 
-async def _hit(job: Observer[Op], number: int, fault: str, chance: random.Random) -> Event:
+async def _hit(job: Observer[TimedOp], number: int, fault: str, chance: random.Random) -> RecoveryEvent:
     victim = number % job.replicas
     usual = median([op.end - op.start for op in job.records[-8 * job.replicas :]])
     pid = job.job.pids()[victim, 0]
@@ -286,29 +288,29 @@ async def stop_inside_op(pid: int, op_seconds: float, chance: random.Random) -> 
     raise FtcommError(f"process {pid} was never inside an op in {TRIES} looks at it")
 
 
-def _step(job: Observer[Op], hit: Hit) -> int:
+def _step(job: Observer[TimedOp], hit: Hit) -> int:
     """Returns the step of the op in which the victim was hit: the one after the last that it wrote down."""
     return max(op.step for op in job.records if op.pid == hit.pid) + 1
 
 
-def _returned(job: Observer[Op], hit: Hit) -> dict[int, Op]:
+def _returned(job: Observer[TimedOp], hit: Hit) -> dict[int, TimedOp]:
     """Returns that op on each survivor."""
     step = _step(job, hit)
     return {op.replica: op for op in job.records if op.replica != hit.victim and op.step == step}
 
 
-def _resumed(job: Observer[Op], hit: Hit) -> list[dict[str, Any]]:
+def _resumed(job: Observer[TimedOp], hit: Hit) -> list[dict[str, Any]]:
     return [event for event in job.said("resumed", hit.mark) if event["replica"] != hit.victim]
 
 
-async def _survive(job: Observer[Op], hit: Hit) -> None:
+async def _survive(job: Observer[TimedOp], hit: Hit) -> None:
     """Wait until the op has returned on all others, been hashed there, and all have told how they resumed it."""
     others = job.replicas - 1
     await job.comes(lambda: sum(op.digest != "" for op in _returned(job, hit).values()) == others)
     await job.comes(lambda: len(_resumed(job, hit)) >= others, 5.0)
 
 
-async def _outcome(job: Observer[Op], hit: Hit) -> Event:
+async def _outcome(job: Observer[TimedOp], hit: Hit) -> RecoveryEvent:
     """Follow a fault, which the others have survived or not, up to the return of the victim."""
     step, ops = _step(job, hit), _returned(job, hit)
     completed = len(ops) == job.replicas - 1
@@ -326,7 +328,7 @@ async def _outcome(job: Observer[Op], hit: Hit) -> Event:
     def since(event: dict[str, Any] | None) -> float | None:
         return None if event is None else (event["mono"] - hit.at) * 1e3
 
-    return Event(
+    return RecoveryEvent(
         number=hit.number,
         victim=hit.victim,
         step=step,
@@ -369,7 +371,9 @@ async def measure_peer(library: str, request: RecoveryRequest, report: BenchRepo
                 report.add(await _hit_peer(job, library, number, fault, chance))
 
 
-async def _hit_peer(job: Observer[Attempt], library: str, number: int, fault: str, chance: random.Random) -> Event:
+async def _hit_peer(
+    job: Observer[Attempt], library: str, number: int, fault: str, chance: random.Random
+) -> RecoveryEvent:
     replicas, victim = job.replicas, number % job.replicas
     others = set(range(replicas)) - {victim}
     await job.until("all replicas run together", lambda: _whole(job, SETTLED), 2 * WAIT_TIMEOUT)
@@ -399,7 +403,7 @@ async def _hit_peer(job: Observer[Attempt], library: str, number: int, fault: st
     await job.until("the replica came back", lambda: _whole(job, 1), 2 * WAIT_TIMEOUT)
     full = [one for one in job.records if one.members == replicas]
     back = min(max(one.end for one in full if one.replica == replica) for replica in range(replicas))
-    return Event(
+    return RecoveryEvent(
         number=number,
         victim=victim,
         step=step + 1,
@@ -431,7 +435,7 @@ def _figure(name: str, unit: str, value: Any) -> Column:
     return Column(name, unit, 10, lambda event: figure_text(value(event)))
 
 
-def _equal(event: Event) -> str:
+def _equal(event: RecoveryEvent) -> str:
     return "-" if event.library != "ftcomm" else "equal" if event.equal else "NOT EQUAL"
 
 
@@ -493,7 +497,7 @@ def _draw(report: BenchReport, path: Path) -> None:
         draw(report["events"], report.request, report.fields, path)
 
 
-TABLE = Table("events", Event, COLUMNS)
+TABLE = Table("events", RecoveryEvent, COLUMNS)
 EXPERIMENT = Experiment(
     "recovery",
     RecoveryRequest,
@@ -510,7 +514,7 @@ EXPERIMENT = Experiment(
 # -- the picture: what each stall is made of, and the same faults with the peers ---------------------------------------
 
 
-def spans(event: Event) -> list[float]:
+def spans(event: RecoveryEvent) -> list[float]:
     """Milliseconds at which each of PARTS has ended; what is unknown takes no time."""
     ends = [event.detect_ms or 0.0]
     ends.append(max(ends[-1], event.view_ms or 0.0))
@@ -520,7 +524,7 @@ def spans(event: Event) -> list[float]:
 
 
 def draw(
-    events: Sequence[Event], request: RecoveryRequest, header: Mapping[str, str | int | float], path: Path
+    events: Sequence[RecoveryEvent], request: RecoveryRequest, header: Mapping[str, str | int | float], path: Path
 ) -> None:
     """Write `path` in both formats."""
     own = [event for event in events if event.library == "ftcomm" and event.stall_ms is not None]
@@ -541,7 +545,7 @@ def draw(
         _compare(drawn.add_subplot(grid[:, 1]), events)
 
 
-def _timelines(axes: Axes, events: Sequence[Event], fault: str) -> None:
+def _timelines(axes: Axes, events: Sequence[RecoveryEvent], fault: str) -> None:
     ordered = sorted(events, key=lambda event: event.stall_ms or 0.0)
     for row, event in enumerate(ordered):
         start = 0.0
@@ -557,7 +561,7 @@ def _timelines(axes: Axes, events: Sequence[Event], fault: str) -> None:
     axes.set_xlim(left=0)
 
 
-def _compare(axes: Axes, events: Sequence[Event]) -> None:
+def _compare(axes: Axes, events: Sequence[RecoveryEvent]) -> None:
     found = summaries(events)
     names = []
     for row, one in enumerate(found):
@@ -596,7 +600,7 @@ class RecoveryTask(msgspec.Struct, frozen=True):
     apart: bool = False  # each replica takes itself for a host of its own
 
 
-class Op(msgspec.Struct, frozen=True):
+class TimedOp(msgspec.Struct, frozen=True):
     """Times are of `time.monotonic()`, one clock for all processes of a host. Written again once `digest` is known."""
 
     replica: int
@@ -620,13 +624,13 @@ def rank(task: RecoveryTask) -> None:
     # Of the last two ops: a replica may learn of a loss while it leaves one op and the others are in the next already.
     epochs = collections.deque([group.epoch] * 2, maxlen=2)
     contributing = collections.deque([group.contributing] * 3, maxlen=3)
-    due: Op | None = None  # its result, in `other`, is to be hashed
+    due: TimedOp | None = None  # its result, in `other`, is to be hashed
     records = Records(task.folder, group.replica)
     for step in ftcomm.steps(FOREVER):
         _fill(x, mine)
         start = time.monotonic()
         ftcomm.allreduce(x)
-        op = Op(group.replica, os.getpid(), step, group.epoch, start, time.monotonic())
+        op = TimedOp(group.replica, os.getpid(), step, group.epoch, start, time.monotonic())
         records.write(op)
         if due is not None:
             digest = hashlib.sha256(other.numpy().data).hexdigest()

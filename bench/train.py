@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ftcomm
 from ftcomm.bench.checks import check_memory, check_replicas
 from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, option
-from ftcomm.bench.job import FOREVER, Observer, Progress, Records, observed, records_path, run_ranks
+from ftcomm.bench.job import FOREVER, Observer, OnProgress, Records, observed, records_path, run_ranks
 from ftcomm.bench.peers import missing, observed_peer
 from ftcomm.bench.stats import median, percentile, slowest
 from ftcomm.bench.torchft import TIMEOUT, manager
@@ -161,7 +161,7 @@ def step_rows(timed: Sequence[Timed], libraries: Sequence[str], request: TrainRe
     return rows
 
 
-async def kill_ftcomm(request: TrainRequest, progress: Progress) -> KillRow:
+async def kill_ftcomm(request: TrainRequest, progress: OnProgress) -> KillRow:
     """Raises `FtcommError` when the job fails; no process is left, however this ends."""
     async with observed(rank, request.task(), StepAttempt, request.replicas) as job:
         row = await measure_kills("ftcomm", request, job, progress)
@@ -169,14 +169,16 @@ async def kill_ftcomm(request: TrainRequest, progress: Progress) -> KillRow:
     return msgspec.structs.replace(row, equal=len(hashes) == 1)
 
 
-async def kill_peer(library: str, request: TrainRequest, progress: Progress) -> KillRow:
+async def kill_peer(library: str, request: TrainRequest, progress: OnProgress) -> KillRow:
     """Raises `FtcommError` when a rank ends of itself; no process is left, however this ends."""
     function = {"torchft": torchft_rank, "restart": restarted_rank}[library]
     with observed_peer(library, function, request.task(), StepAttempt, request.replicas, restarts=True) as job:
         return await measure_kills(library, request, job, progress)
 
 
-async def measure_kills(library: str, request: TrainRequest, job: Observer[StepAttempt], progress: Progress) -> KillRow:
+async def measure_kills(
+    library: str, request: TrainRequest, job: Observer[StepAttempt], progress: OnProgress
+) -> KillRow:
     """Follow a training that runs, kill its replicas, and say what became of its pace."""
     chance = random.Random(request.seed)
     pace = _Pace(job)

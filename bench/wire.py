@@ -29,7 +29,7 @@ from ftcomm.bench import baseline
 from ftcomm.bench.baseline import DEADLINE, BaselineBlock, check, reporter, rounds_us, share
 from ftcomm.bench.checks import check_at_least_one
 from ftcomm.bench.harness import INTS, SIZES, BenchReport, Column, Experiment, Table, option
-from ftcomm.bench.job import Job, Progress, Records, part, run_ranks
+from ftcomm.bench.job import Job, OnProgress, Records, part, run_ranks
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import busbw_factor, median
 from ftcomm.errors import SettingsError
@@ -183,7 +183,7 @@ async def measure(request: WireRequest, report: BenchReport) -> None:
         await _measure_job(request, ranks, report, part(report.progress, number, len(request.jobs)))
 
 
-async def _measure_job(request: WireRequest, ranks: int, report: BenchReport, progress: Progress) -> None:
+async def _measure_job(request: WireRequest, ranks: int, report: BenchReport, progress: OnProgress) -> None:
     task, watched = request.task(ranks), Watched(ranks)
     see = reporter(task, lambda blocks, size: rows(blocks, task, size, request.rate), report.add)
 
@@ -290,13 +290,13 @@ EXPERIMENT = Experiment(
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-Place = tuple[str, int]  # an IPv4 address and a port
+ListenAddress = tuple[str, int]  # an IPv4 address and a port
 
 
 class Pair:
     """The sockets to the right and from the left neighbour."""
 
-    def __init__(self, rank: int, ranks: int, host: str, tell: Callable[[Place], list[Place]]) -> None:
+    def __init__(self, rank: int, ranks: int, host: str, tell: Callable[[ListenAddress], list[ListenAddress]]) -> None:
         """`host` is the address of this rank; `tell` its place to all, and get theirs."""
         with socket.create_server((host, 0)) as server:
             places = tell((host, server.getsockname()[1]))
@@ -346,7 +346,7 @@ def rank(task: WireTask) -> None:
     group = ftcomm.init()
     me, ranks = group.replica, task.ranks
 
-    def tell(mine: Place) -> list[Place]:
+    def tell(mine: ListenAddress) -> list[ListenAddress]:
         out = np.zeros(2 * ranks, np.uint32)
         group.allgather(out, np.array([int(ipaddress.IPv4Address(mine[0])), mine[1]], np.uint32))
         places = [(str(ipaddress.IPv4Address(int(host))), int(port)) for host, port in out.reshape(ranks, 2)]

@@ -8,7 +8,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.admission import other_job, too_large
 from ftcomm.control.blame import Removal
 from ftcomm.control.boundary_changes import BoundaryChanges
-from ftcomm.control.coordinator_actions import Action, Close, Conn, Keep, Log, Send, Unfit
+from ftcomm.control.coordinator_actions import Close, Conn, CoordinatorAction, Keep, Log, Send, Unfit
 from ftcomm.control.decisions import Decisions
 from ftcomm.control.joiner_messages import OVER, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
@@ -42,7 +42,7 @@ class Admissions:
         self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the last life that was refused, and why
         self._unstarted = UnstartedRanks(known.expected, unstarted)
 
-    def join(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
+    def join(self, conn: Conn, join: m.Join, now: float) -> list[CoordinatorAction]:
         known = self._known
         replica = join.replica
         refusal = self._refusal(join)
@@ -56,7 +56,7 @@ class Admissions:
             return [*said_so, Send(conn, refusal), Close(conn), *self._tell_forming()]
         if known.job.counts(replica, join.incarnation):
             known.unvisited = False
-        actions: list[Action] = []
+        actions: list[CoordinatorAction] = []
         said = known.links.get(conn)
         if said is not None and (said.replica, said.incarnation) != (replica, join.incarnation):
             # A connection speaks for one life of one replica.
@@ -103,7 +103,9 @@ class Admissions:
         actions.append(Log("joined", {"replica": replica}))
         return [*actions, *self._register(conn, join), *self._reach(join)]
 
-    def _refuse(self, replica: int, incarnation: str, reason: str, *, hopeless: bool = False) -> list[Action]:
+    def _refuse(
+        self, replica: int, incarnation: str, reason: str, *, hopeless: bool = False
+    ) -> list[CoordinatorAction]:
         """Log once why a life is refused, since it may try again twice a second. `hopeless`: the job cannot begin."""
         refusal = incarnation, reason
         if self._refusals.get(replica) == refusal:
@@ -113,7 +115,7 @@ class Admissions:
 
     def unstarted(
         self, rank: NamedRank, reason: str, lasting: bool, conns: Mapping[Conn, NamedRank], now: float
-    ) -> list[Action]:
+    ) -> list[CoordinatorAction]:
         """Note that a rank cannot start; `lasting`: nor if it is started again. `conns` are all leaders that are here.
         The one of its replica, which has not joined yet, waits for that rank; that of another replica asks, if it is in
         no view."""
@@ -127,11 +129,11 @@ class Admissions:
         hopeless = lasting and known.view is None and replica < known.expected
         refused = self._refuse(replica, "", report.reason, hopeless=hopeless)
         removed = m.Removed(report.reason)
-        told: list[Action] = [Send(conn, removed) for conn in waiting]
+        told: list[CoordinatorAction] = [Send(conn, removed) for conn in waiting]
         others = self._joiner_messages.turn_away(removed) if hopeless else self._tell_forming()
         return [Keep(self._unstarted.reports), *refused, *told, *others]
 
-    def asked(self, conn: Conn, rank: NamedRank, lived: float, now: float) -> list[Action]:
+    def asked(self, conn: Conn, rank: NamedRank, lived: float, now: float) -> list[CoordinatorAction]:
         """Tell a process, which is in no view and has run for `lived` seconds, whether it waits for a rank that cannot
         start."""
         reason = self._unstarted.why(rank, now - lived, self._known.view is None)
@@ -150,12 +152,12 @@ class Admissions:
         members = [member for member in known.job.running if member.replica == replica]
         return any(known.suspicions.may_live((replica, member.incarnation), known.ran.seconds) for member in members)
 
-    def _reach(self, join: m.Join) -> list[Action]:
+    def _reach(self, join: m.Join) -> list[CoordinatorAction]:
         """Find out while a life runs whether its port answers, and so whether a later refusal means anything."""
         took = self._known.suspicions.took((join.replica, join.incarnation))
         return [] if took else self._suspects.search(join.replica, join.incarnation)
 
-    def _outdated(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
+    def _outdated(self, conn: Conn, join: m.Join, now: float) -> list[CoordinatorAction]:
         """Decide nothing more: the replica has been in views that the store lacks, whose numbers would be used
         twice."""
         known = self._known
@@ -170,16 +172,16 @@ class Admissions:
         known.unfit = True
         return [Log("outdated", {"replica": join.replica, "reason": reason}), Close(conn), Unfit(reason)]
 
-    def _register(self, conn: Conn, join: m.Join) -> list[Action]:
+    def _register(self, conn: Conn, join: m.Join) -> list[CoordinatorAction]:
         """Take the replica in as a joiner. In a running job no member waits for it before its script is ready."""
         replica = join.replica
         member = Member(replica, join.incarnation, join.ranks, contributing=False)
         self._known.joiners.add(member, ready=join.ready or self._known.view is None)
         self._refusals.pop(replica, None)
-        kept: list[Action] = [Keep(self._unstarted.reports)] if self._unstarted.started(replica) else []
+        kept: list[CoordinatorAction] = [Keep(self._unstarted.reports)] if self._unstarted.started(replica) else []
         return [*kept, *self._let_in(conn, join)]
 
-    def _let_in(self, conn: Conn, join: m.Join) -> list[Action]:
+    def _let_in(self, conn: Conn, join: m.Join) -> list[CoordinatorAction]:
         known = self._known
         replica = join.replica
         if known.view is None:
@@ -193,7 +195,7 @@ class Admissions:
         reason = "joins when a step boundary was passed; no member has come to one yet (ftcomm.steps, Group.boundary)"
         return self._joiner_messages.tell_untold() or [Send(conn, m.Queued(reason, m.Stage.JOINING))]
 
-    def dismiss(self, conn: Conn, replica: int) -> list[Action]:
+    def dismiss(self, conn: Conn, replica: int) -> list[CoordinatorAction]:
         """Let a joiner go that has asked to leave before it was in any view: there is no boundary to wait for."""
         reason = "it has asked to leave before it had joined"
         return [
@@ -202,12 +204,12 @@ class Admissions:
             *self._changes.forget(replica),
         ]
 
-    def _outlived(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
+    def _outlived(self, conn: Conn, join: m.Join, now: float) -> list[CoordinatorAction]:
         """Send a replica away that says it runs in the job, when the job has gone on without it. Another life may have
         its number by now."""
         known = self._known
         replica = join.replica
-        actions: list[Action] = []
+        actions: list[CoordinatorAction] = []
         old = known.links.conn_of(replica)
         if old is not None and known.links[old].incarnation == join.incarnation:
             actions += self._suspects.disconnected(old, now)
@@ -235,7 +237,7 @@ class Admissions:
             return OVER
         return None
 
-    def _tell_forming(self) -> list[Action]:
+    def _tell_forming(self) -> list[CoordinatorAction]:
         """Tell those that wait for the first view of the job for which replicas they wait, and why."""
         known = self._known
         if known.view is not None:
@@ -246,7 +248,7 @@ class Admissions:
         reason = f"{len(here)} of {known.expected} replicas are here; missing: {', '.join(missing)}"
         return [Send(known.conn_of(replica), m.Queued(reason)) for replica in here]
 
-    def _form(self) -> list[Action]:
+    def _form(self) -> list[CoordinatorAction]:
         here = self._known.joiners.waiting
         if len(here) < self._known.expected:
             return self._tell_forming()
@@ -254,7 +256,7 @@ class Admissions:
         self._known.joiners.clear()
         return self._decisions.decide(tuple(sorted(members, key=lambda x: x.replica)), 0, "all replicas are here")
 
-    def _rejoined(self, conn: Conn, join: m.Join) -> list[Action]:
+    def _rejoined(self, conn: Conn, join: m.Join) -> list[CoordinatorAction]:
         """Take back a member that has connected again, after a restart of the coordinator or a lost connection."""
         known = self._known
         assert known.view is not None
@@ -262,7 +264,7 @@ class Admissions:
             asked = self._changes.proposal is not None and join.replica not in self._changes.proposal.promised
             again = self._changes.cancel() if asked else []  # the question or its answer may have been lost
             return [*again, *self._changes.installed(join.replica, join.epoch), *self._joiner_messages.tell_untold()]
-        actions: list[Action] = [Send(conn, m.NewView(known.view))]
+        actions: list[CoordinatorAction] = [Send(conn, m.NewView(known.view))]
         if known.unheard is not None and join.epoch == 0:  # maybe no member will run in that view
             actions.append(Send(conn, known.unheard))
         return [*actions, *self._joiner_messages.tell_untold()]

@@ -27,7 +27,7 @@ from ftcomm.control.directory import Directory
 from ftcomm.control.failed_dials import cause_of, shortage
 from ftcomm.control.hopeless import ask_until_over
 from ftcomm.control.incoming import Handler, IncomingConnections
-from ftcomm.control.joined import Action, Joined
+from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_driver import LeaderDriver
 from ftcomm.control.leader_node import LeaderNode
@@ -49,7 +49,7 @@ from ftcomm.control.views import Address, View
 
 log = logging.getLogger("ftcomm.control")
 
-Entered = TypeVar("Entered", View, "View | None")
+ViewT = TypeVar("ViewT", View, "View | None")
 
 ACK = 2.0  # s in which a coordinator that runs takes in what it is told
 
@@ -200,7 +200,7 @@ class Agent:
             self.tell(m.Ready(loop))
         return self._wait(joined, timeout)
 
-    def _wait(self, future: concurrent.futures.Future[Entered], timeout: float) -> Entered:
+    def _wait(self, future: concurrent.futures.Future[ViewT], timeout: float) -> ViewT:
         ran = RunningTime()
         told = ran.at(time.monotonic())
         deadline = told + timeout
@@ -539,16 +539,16 @@ class Agent:
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(call)
 
-    def _soon(self, event: Callable[..., Sequence[Action]], *args: Any) -> None:
+    def _soon(self, event: Callable[..., Sequence[InProcessAction]], *args: Any) -> None:
         self._call(self._do, event, *args)
 
-    def _do(self, event: Callable[..., Sequence[Action]], *args: Any) -> None:
+    def _do(self, event: Callable[..., Sequence[InProcessAction]], *args: Any) -> None:
         """Tell the node of an event, and carry out its actions. In the loop."""
         with self._lock:
             actions = self._inform(event, *args)
         self._carry_out(actions)
 
-    def _inform(self, event: Callable[..., Sequence[Action]], *args: Any) -> Sequence[Action]:
+    def _inform(self, event: Callable[..., Sequence[InProcessAction]], *args: Any) -> Sequence[InProcessAction]:
         """Tell the node of an event; returns its actions. With the lock, so that a thread that finds that the node has
         failed also finds why."""
         actions = event(*args)
@@ -557,7 +557,7 @@ class Agent:
         self._failed = next((action for action in actions if isinstance(action, act.Failed)), self._failed)
         return actions
 
-    def _carry_out(self, actions: Sequence[Action]) -> None:
+    def _carry_out(self, actions: Sequence[InProcessAction]) -> None:
         for action in actions:
             if isinstance(action, n.Up):
                 if self._up.link is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator_actions import Action, Send
+from ftcomm.control.coordinator_actions import CoordinatorAction, Send
 from ftcomm.control.decisions import Decisions
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
@@ -21,11 +21,11 @@ class BoundaryChanges:
         self._margin = 1  # a change is proposed so many steps ahead; doubled as long as members are faster
         self._lifetime, self._proposals = lifetime & 0xFFFF_FFFF, 0
 
-    def propose(self) -> list[Action]:
+    def propose(self) -> list[CoordinatorAction]:
         """Ask every leader for its promise if there is a change to make and none is under way."""
         return [*self.send_on(), *self._prepare()]
 
-    def _prepare(self) -> list[Action]:
+    def _prepare(self) -> list[CoordinatorAction]:
         known = self._known
         view = known.view
         if view is None or self.proposal is not None or not known.job.settled or known.done:
@@ -46,7 +46,7 @@ class BoundaryChanges:
         prepare = m.Prepare(number, view.epoch, step, min(loops, default=0), tuple(joins.values()))
         return [Send(known.conn_of(replica), prepare) for replica in view.replicas]
 
-    def promised(self, link: LeaderLink, promise: m.Promise) -> list[Action]:
+    def promised(self, link: LeaderLink, promise: m.Promise) -> list[CoordinatorAction]:
         known = self._known
         link.step = max(link.step, promise.step)
         proposal, view = self.proposal, known.view
@@ -65,19 +65,19 @@ class BoundaryChanges:
         members = proposal.applied(view.members)
         return self._decisions.decide(members, proposal.step, proposal.why(), proposal.number)
 
-    def cancel(self) -> list[Action]:
+    def cancel(self) -> list[CoordinatorAction]:
         if self.proposal is None or self._known.view is None:
             return []
         number, self.proposal = self.proposal.number, None
         conns = [self._known.links.conn_of(replica) for replica in self._known.view.replicas]
         return [Send(conn, m.Cancel(number)) for conn in conns if conn is not None]
 
-    def send_on(self) -> list[Action]:
+    def send_on(self) -> list[CoordinatorAction]:
         """Send joiners on that wait in a step loop which is over. A member holds the others up on its way to theirs."""
         known = self._known
         conns = [known.conn_of(replica) for replica in known.joiners.waiting]
         late = [conn for conn in conns if 0 < known.links[conn].loop < known.loop]
-        actions: list[Action] = []
+        actions: list[CoordinatorAction] = []
         for conn in late:
             replica = known.links[conn].replica
             known.joiners.go_on(replica)
@@ -86,7 +86,7 @@ class BoundaryChanges:
             actions.append(Send(conn, m.Behind(known.loop)))
         return actions
 
-    def installed(self, replica: int, epoch: int) -> list[Action]:
+    def installed(self, replica: int, epoch: int) -> list[CoordinatorAction]:
         known = self._known
         if known.view is None or epoch != known.view.epoch:
             return []
@@ -97,7 +97,7 @@ class BoundaryChanges:
             self._margin = 1
         return self.propose()
 
-    def forget(self, replica: int) -> list[Action]:
+    def forget(self, replica: int) -> list[CoordinatorAction]:
         """Forget a joiner that does not want to join any more."""
         self._known.joiners.drop(replica)
         if self.proposal is not None and replica in self.proposal.joins:

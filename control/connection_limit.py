@@ -14,30 +14,30 @@ from typing import Generic, TypeVar
 
 from ftcomm.control.rate_limit import source_of
 
-Key = TypeVar("Key", bound=Hashable)
+ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
-class Excess(Generic[Key]):
+class Excess(Generic[ConnectionT]):
     """A connection that has to go."""
 
-    key: Key
+    key: ConnectionT
     source: str
 
 
-class ConnectionLimit(Generic[Key]):
+class ConnectionLimit(Generic[ConnectionT]):
     """Holds at most `most` connections. Not thread-safe."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._proved: set[Key] = set()
-        self._sources: dict[Key, str] = {}  # of those that have not proved anything; the oldest first
-        self._spoke: set[Key] = set()  # some of these
+        self._proved: set[ConnectionT] = set()
+        self._sources: dict[ConnectionT, str] = {}  # of those that have not proved anything; the oldest first
+        self._spoke: set[ConnectionT] = set()  # some of these
 
     def __len__(self) -> int:
         return len(self._proved) + len(self._sources)
 
-    def come(self, key: Key, address: str) -> Excess[Key] | None:
+    def come(self, key: ConnectionT, address: str) -> Excess[ConnectionT] | None:
         """Note a connection from `address`. If it is one too many, returns which one is forgotten here and has to be
         ended: this one, maybe."""
         self._sources[key] = source_of(address)
@@ -49,18 +49,18 @@ class ConnectionLimit(Generic[Key]):
         self.gone(excess)
         return Excess(excess, most)
 
-    def spoke(self, key: Key) -> None:
+    def spoke(self, key: ConnectionT) -> None:
         """Note that a connection has said something good, which proves nothing."""
         if key in self._sources:
             self._spoke.add(key)
 
-    def proved(self, key: Key) -> None:
+    def proved(self, key: ConnectionT) -> None:
         """Note that a connection has proved to hold the token. It still takes a place, until it is `gone`."""
         if self._sources.pop(key, None) is not None:
             self._spoke.discard(key)
             self._proved.add(key)
 
-    def gone(self, key: Key) -> None:
+    def gone(self, key: ConnectionT) -> None:
         """Note that a connection has ended, or is none of these any more. Idempotent."""
         self._sources.pop(key, None)
         self._spoke.discard(key)

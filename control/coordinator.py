@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping
 from ftcomm.control import messages as m
 from ftcomm.control.admissions import Admissions
 from ftcomm.control.boundary_changes import BoundaryChanges
-from ftcomm.control.coordinator_actions import Action, Close, Conn, Log, Send
+from ftcomm.control.coordinator_actions import Close, Conn, CoordinatorAction, Log, Send
 from ftcomm.control.decisions import Decisions
 from ftcomm.control.joiner_messages import DRAINED, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
@@ -42,10 +42,10 @@ from ftcomm.control.reconfiguration import Proposal
 from ftcomm.control.removals import Removals
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.suspects import Suspects
-from ftcomm.control.suspicion import Accusation, Life, Probe, ProbeOutcome
+from ftcomm.control.suspicion import Accusation, Probe, ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank, Unstarted
-from ftcomm.control.views import Address, View
+from ftcomm.control.views import Address, Life, View
 
 
 class Coordinator:
@@ -104,7 +104,7 @@ class Coordinator:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def receive(self, conn: Conn, message: m.Message, now: float) -> list[Action]:
+    def receive(self, conn: Conn, message: m.Message, now: float) -> list[CoordinatorAction]:
         known = self.known
         if known.unfit:
             return [Close(conn)]
@@ -121,7 +121,7 @@ class Coordinator:
             return [*met, *self._from_joiner(conn, link, message)]
         return [*met, *self._from_member(conn, link, message, now)]
 
-    def _from_joiner(self, conn: Conn, link: LeaderLink, message: m.Message) -> list[Action]:
+    def _from_joiner(self, conn: Conn, link: LeaderLink, message: m.Message) -> list[CoordinatorAction]:
         known = self.known
         replica = link.replica
         if isinstance(message, m.Finished):
@@ -135,7 +135,7 @@ class Coordinator:
             return self._admissions.dismiss(conn, replica)
         return []
 
-    def _from_member(self, conn: Conn, link: LeaderLink, message: m.Message, now: float) -> list[Action]:
+    def _from_member(self, conn: Conn, link: LeaderLink, message: m.Message, now: float) -> list[CoordinatorAction]:
         known = self.known
         replica = link.replica
         if isinstance(message, m.Heartbeat):
@@ -174,7 +174,7 @@ class Coordinator:
             return [Log("finished", {"replica": replica}), Send(conn, m.FinishAck()), *self._decisions.check_done()]
         return []
 
-    def exited(self, replica: int, code: int, now: float) -> list[Action]:
+    def exited(self, replica: int, code: int, now: float) -> list[CoordinatorAction]:
         """The launcher of a replica has seen it exit with `code`, which is that of an error. The replica may have said
         that it has finished, since no process knows its own exit code."""
         if self.known.done or self.known.job.finished.pop(replica, None) is None:
@@ -185,37 +185,37 @@ class Coordinator:
         script = ScriptEnd.with_code(code)
         return self._suspects.accuse(Accusation(life, 0, replica, str(script), own=True, script=script), now)
 
-    def leaderless(self, replica: int, incarnation: str, reason: str, now: float) -> list[Action]:
+    def leaderless(self, replica: int, incarnation: str, reason: str, now: float) -> list[CoordinatorAction]:
         """Note that the leader of a replica has ended, as its rank 0 says, which ends with it."""
         if self.known.done or self.known.unfit:
             return []
         self.known.ran.at(now)
         return self._suspects.suspected(replica, m.Suspect(replica, incarnation, reason, proof=True), now)
 
-    def drain(self) -> list[Action]:
+    def drain(self) -> list[CoordinatorAction]:
         """Let all members leave at one common step boundary, and turn joiners away."""
         self.known.draining = True
-        actions: list[Action] = [Log("draining", {})]
+        actions: list[CoordinatorAction] = [Log("draining", {})]
         if self.known.view is None:
             return [*actions, *self._joiner_messages.turn_away(m.Removed(DRAINED)), *self._decisions.finish()]
         if self._changes.proposal is not None:
             actions += self._changes.cancel()
         return [*actions, *self._joiner_messages.turn_away(m.Dismissed(DRAINED)), *self._changes.propose()]
 
-    def disconnected(self, conn: Conn, now: float) -> list[Action]:
+    def disconnected(self, conn: Conn, now: float) -> list[CoordinatorAction]:
         return self._suspects.disconnected(conn, now)
 
-    def probed(self, probe: Probe, outcome: ProbeOutcome, now: float) -> list[Action]:
+    def probed(self, probe: Probe, outcome: ProbeOutcome, now: float) -> list[CoordinatorAction]:
         """Take the outcome of a `Probe`."""
         return self._suspects.probed(probe, outcome, now)
 
     def unstarted(
         self, rank: NamedRank, reason: str, lasting: bool, conns: Mapping[Conn, NamedRank], now: float
-    ) -> list[Action]:
+    ) -> list[CoordinatorAction]:
         """Note that a rank cannot start; see `Admissions`."""
         return self._admissions.unstarted(rank, reason, lasting, conns, now)
 
-    def asked(self, conn: Conn, rank: NamedRank, lived: float, now: float) -> list[Action]:
+    def asked(self, conn: Conn, rank: NamedRank, lived: float, now: float) -> list[CoordinatorAction]:
         """Tell a process that asks whether it waits for a rank that cannot start; see `Admissions`."""
         return self._admissions.asked(conn, rank, lived, now)
 
@@ -225,7 +225,7 @@ class Coordinator:
         if link is not None:
             self.known.detector.acknowledged(link.replica, at)
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[CoordinatorAction]:
         """Act on what is due. The caller does so several times per heartbeat timeout."""
         known = self.known
         if known.done or known.unfit:
@@ -233,7 +233,7 @@ class Coordinator:
         known.ran.at(now)
         silent = known.detector.silent(now)
         known.ticked()
-        actions: list[Action] = [*self._presence.look(silent, now)]
+        actions: list[CoordinatorAction] = [*self._presence.look(silent, now)]
         if known.is_early(now):
             return actions
         held, known.held = known.held, {}

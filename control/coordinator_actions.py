@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from ftcomm.control import messages as m
 from ftcomm.control.suspicion import Probe
@@ -12,52 +12,45 @@ from ftcomm.control.views import View
 Conn = int  # a connection of a leader, numbered by the runtime
 
 
-@dataclasses.dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     conn: Conn
     message: m.Message
 
 
-@dataclasses.dataclass(frozen=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     conn: Conn
 
 
-@dataclasses.dataclass(frozen=True)
-class Persist:
+class Persist(msgspec.Struct, frozen=True):
     """The view must be on the disk before the actions after this one are carried out."""
 
     view: View
 
 
-@dataclasses.dataclass(frozen=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """Keep the reasons of ranks that cannot start, for a restarted coordinator."""
 
     reports: tuple[Unstarted, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Log:
+class Log(msgspec.Struct, frozen=True):
     """An entry for the event log."""
 
     kind: str
     fields: dict[str, object]
 
 
-@dataclasses.dataclass(frozen=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """The job has ended; `failed` says why if it did not end well."""
 
     failed: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Unfit:
+class Unfit(msgspec.Struct, frozen=True):
     """This coordinator must not decide anything more in the job, which goes on, or has ended in an unknown way; says
     why."""
 
     reason: str
 
 
-Action = Send | Close | Persist | Keep | Probe | Log | Done | Unfit
+CoordinatorAction = Send | Close | Persist | Keep | Probe | Log | Done | Unfit

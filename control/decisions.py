@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator_actions import Action, Done, Log, Persist, Send
+from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Log, Persist, Send
 from ftcomm.control.joiner_messages import FINISHED, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.limits import EPOCHS
@@ -26,7 +26,7 @@ class Decisions:
         proposal: int = 0,
         *,
         lost: Collection[int] = (),
-    ) -> list[Action]:
+    ) -> list[CoordinatorAction]:
         known = self._known
         if known.job.epoch + 1 >= EPOCHS:
             return self.finish(
@@ -47,7 +47,7 @@ class Decisions:
             Log("view", {"epoch": view.epoch, "step": begins, "members": described, "why": why, "lost": sorted(lost)}),
         ]
 
-    def check_done(self) -> list[Action]:
+    def check_done(self) -> list[CoordinatorAction]:
         known = self._known
         if known.view is None or known.done:
             return []
@@ -57,7 +57,7 @@ class Decisions:
             return [*self._joiner_messages.turn_away(FINISHED), *self.finish()]
         return []
 
-    def finish(self, failed: str = "") -> list[Action]:
+    def finish(self, failed: str = "") -> list[CoordinatorAction]:
         if self._known.done:
             return []
         self._known.done = True

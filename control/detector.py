@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-Peer = TypeVar("Peer", bound=Hashable)
+PeerT = TypeVar("PeerT", bound=Hashable)
 
 
-class Detector(Generic[Peer]):
+class Detector(Generic[PeerT]):
     """Suspects a peer after `timeout` seconds without a sign of life.
 
     It must be ticked several times per timeout. A gap between ticks of more than half the timeout means that the
@@ -27,25 +27,25 @@ class Detector(Generic[Peer]):
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self._heard: dict[Peer, float] = {}
-        self._acknowledged: dict[Peer, float] = {}
+        self._heard: dict[PeerT, float] = {}
+        self._acknowledged: dict[PeerT, float] = {}
         self._ticked: float | None = None
         self._since = float("-inf")  # silence before this proves nothing
 
-    def heard(self, peer: Peer, now: float) -> None:
+    def heard(self, peer: PeerT, now: float) -> None:
         """Note that the process of a peer has spoken; the first time makes it a peer."""
         self._heard[peer] = now
 
-    def acknowledged(self, peer: Peer, at: float) -> None:
+    def acknowledged(self, peer: PeerT, at: float) -> None:
         """Note that the kernel of a peer has answered; ignored for any other process."""
         if peer in self._heard:
             self._acknowledged[peer] = max(at, self._acknowledged.get(peer, at))
 
-    def within(self, peer: Peer, seconds: float, now: float) -> bool:
+    def within(self, peer: PeerT, seconds: float, now: float) -> bool:
         """Whether the process of a peer has spoken in the last `seconds`."""
         return now - self._heard.get(peer, float("-inf")) <= seconds
 
-    def answers(self, peer: Peer, seconds: float, now: float) -> bool:
+    def answers(self, peer: PeerT, seconds: float, now: float) -> bool:
         """Whether the process of a peer has spoken, or its kernel has answered, in the last `seconds`."""
         return self.within(peer, seconds, now) or now - self._acknowledged.get(peer, float("-inf")) <= seconds
 
@@ -53,7 +53,7 @@ class Detector(Generic[Peer]):
         """Give every peer a full timeout again, since none could be heard until now."""
         self._since = now
 
-    def forget(self, peer: Peer) -> None:
+    def forget(self, peer: PeerT) -> None:
         self._heard.pop(peer, None)
         self._acknowledged.pop(peer, None)
 
@@ -63,7 +63,7 @@ class Detector(Generic[Peer]):
             self._since = now
         return self._since
 
-    def silent(self, now: float) -> dict[Peer, float]:
+    def silent(self, now: float) -> dict[PeerT, float]:
         """Returns the suspected peers with the seconds of their silence. Called in every tick."""
         self.since(now)
         self._ticked = now
@@ -72,12 +72,12 @@ class Detector(Generic[Peer]):
         }
         return {peer: seconds for peer, seconds in silence.items() if seconds > self.timeout}
 
-    def unheard(self, now: float) -> dict[Peer, float]:
+    def unheard(self, now: float) -> dict[PeerT, float]:
         """Returns the peers that have not spoken since the observer runs again, with the seconds since they spoke:
         whether they are mute will be known after the timeout."""
         return {peer: now - at for peer, at in self._heard.items() if at < self._since}
 
-    def mute(self, now: float) -> dict[Peer, float]:
+    def mute(self, now: float) -> dict[PeerT, float]:
         """Returns the peers that live and do not speak, with the seconds since they spoke."""
         quiet = {peer: now - at for peer, at in self._heard.items() if now - max(at, self._since) > self.timeout}
         answers = (peer for peer in quiet if now - self._acknowledged.get(peer, float("-inf")) <= self.timeout)

@@ -17,7 +17,7 @@ log = logging.getLogger("ftcomm.control")
 LINES = 10
 WINDOW = 10.0  # s
 
-Kind = Literal[
+DropKind = Literal[
     "handshake",  # not a handshake of ftcomm: garbage, too long, closed or silent in the middle
     "version",
     "token",
@@ -66,10 +66,10 @@ class _Tally:
 
 
 _lock = threading.Lock()
-_tallies: dict[Kind, _Tally] = {}
+_tallies: dict[DropKind, _Tally] = {}
 
 
-def drop(kind: Kind, text: str, *, error: BaseException | None = None, said: bool = True) -> None:
+def drop(kind: DropKind, text: str, *, error: BaseException | None = None, said: bool = True) -> None:
     """Count a drop and, if it is to be `said`, log one line; `error` adds its traceback. Any thread; does not block."""
     with _lock:
         tally = _tallies.setdefault(kind, _Tally())

@@ -37,7 +37,7 @@ from ftcomm.control.decode import decode_with
 from ftcomm.control.store import JobOver, Store, StoreError
 from ftcomm.control.views import View
 
-T = TypeVar("T")
+AnswerT = TypeVar("AnswerT")
 
 SHORTEST = 2  # s of the shortest lease of etcd
 ANSWER_TIMEOUT = 10.0  # s for an etcd that does not answer at the start or at the end
@@ -340,7 +340,7 @@ class EtcdStore(Store):
 
     # -- to ask ------------------------------------------------------------------------------------------------
 
-    async def _ask(self, work: Callable[..., T], *args: Any) -> T:
+    async def _ask(self, work: Callable[..., AnswerT], *args: Any) -> AnswerT:
         thread = BEATS if work == self._beats.keep_alive else REQUESTS
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self._threads[thread], work, *args)

@@ -16,19 +16,19 @@ from ftcomm.control.limits import EPOCHS, IN_FLIGHT
 _NUMBER = (1 << 31) - 1
 MANY = Meta(max_length=IN_FLIGHT)  # for members, ops and sets of contributors
 
-Replica = Annotated[int, Meta(ge=0, le=_NUMBER)]
+ReplicaNumber = Annotated[int, Meta(ge=0, le=_NUMBER)]
 Shard = Annotated[int, Meta(ge=0, le=_NUMBER)]
 Epoch = Annotated[int, Meta(ge=0, lt=EPOCHS)]  # 0: none yet
 Step = Annotated[int, Meta(ge=-1, le=1 << 53)]  # -1: none yet
 Loop = Annotated[int, Meta(ge=0, le=1 << 53)]  # how many step loops a script has entered
-Port = Annotated[int, Meta(ge=1, le=65535)]
+PortNumber = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0, le=1 << 53)]
-Op = Annotated[int, Meta(ge=-16, le=1 << 53)]  # below 0: a wait for something else than an op
-Proposal = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+OpNumber = Annotated[int, Meta(ge=-16, le=1 << 53)]  # below 0: a wait for something else than an op
+ProposalNumber = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 Name = Annotated[str, Meta(max_length=256)]  # a host, a life, a kind
 Text = Annotated[str, Meta(max_length=1 << 20)]  # a reason; it may list every member
-Replicas = Annotated[tuple[Replica, ...], MANY]
+ReplicaNumbers = Annotated[tuple[ReplicaNumber, ...], MANY]
 Bitmap = Annotated[bytes, Meta(max_length=1 << 20)]  # for 8 million chunks, 4 TiB
 DIGEST = 16  # bytes
 Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]

@@ -44,7 +44,7 @@ import msgspec
 from msgspec import Meta
 
 from ftcomm.control.decode import decode_with
-from ftcomm.control.dropped import Kind, printable
+from ftcomm.control.dropped import DropKind, printable
 from ftcomm.control.framing import LENGTH, cut, framed, missing
 from ftcomm.control.liveness import ports
 from ftcomm.control.sealed import Keys
@@ -84,7 +84,7 @@ class HandshakeError(ConnectionError):
     `kind` is what a server counts it as when it drops the connection.
     """
 
-    def __init__(self, text: str, kind: Kind = "handshake") -> None:
+    def __init__(self, text: str, kind: DropKind = "handshake") -> None:
         super().__init__(text)
         self.kind = kind
 
@@ -115,7 +115,7 @@ class BadFields(HandshakeError):
 
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
-Mac = Annotated[bytes, Meta(max_length=32)]
+MacField = Annotated[bytes, Meta(max_length=32)]
 Filler = Annotated[bytes, Meta(max_length=FILLER)]
 Short = Annotated[str, Meta(max_length=256)]
 
@@ -142,12 +142,12 @@ class Challenge(Spoken, frozen=True):
 
 
 class Proof(msgspec.Struct, frozen=True):
-    mac: Mac
+    mac: MacField
     filler: Filler = b""
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    mac: Mac
+    mac: MacField
     refused: str = ""
     filler: Filler = b""
     elsewhere: bool = False  # refused, since another process is wanted

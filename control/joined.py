@@ -8,7 +8,7 @@ from ftcomm.control import rank_node as n
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 
-Action = n.Action | ToCoordinator | ToRank
+InProcessAction = n.RankAction | ToCoordinator | ToRank
 
 
 class Joined:
@@ -17,18 +17,18 @@ class Joined:
     def __init__(self, rank: n.RankNode, leader: LeaderNode) -> None:
         self.rank, self.leader = rank, leader
 
-    def start(self) -> list[Action]:
+    def start(self) -> list[InProcessAction]:
         """Begin. To be called once, before all else."""
         return self.carry(self.rank.up_opened())
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[InProcessAction]:
         """Call `tick` of both. To be called every `Timeouts.beat`."""
         beat = self.carry(self.rank.beat(now))
         return [*beat, *self.carry(self.leader.tick(now)), *self.carry(self.rank.tick(now))]
 
-    def carry(self, actions: Sequence[Action]) -> list[Action]:
+    def carry(self, actions: Sequence[InProcessAction]) -> list[InProcessAction]:
         """Returns what one of them wants, with what it tells the other replaced by what comes of it."""
-        result: list[Action] = []
+        result: list[InProcessAction] = []
         for action in actions:
             if isinstance(action, n.Up):
                 result += self.carry(self.leader.told(0, action.message))

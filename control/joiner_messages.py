@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator_actions import Action, Send
+from ftcomm.control.coordinator_actions import CoordinatorAction, Send
 
 if TYPE_CHECKING:
     from ftcomm.control.known_job import KnownJob
@@ -32,7 +32,7 @@ class JoinerMessages:
     def __init__(self, known: KnownJob) -> None:
         self._known = known
 
-    def tell_untold(self) -> list[Action]:
+    def tell_untold(self) -> list[CoordinatorAction]:
         """Let joiners prepare that have not been told yet. Nothing is told before the first boundary of the job: a job
         that passes none takes no replica in, and the script would train by itself while it waits."""
         known = self._known
@@ -41,7 +41,7 @@ class JoinerMessages:
         told = known.joiners.tell(known.view)
         return [Send(known.conn_of(replica), m.Registered(seen, known.loop)) for replica, seen in told]
 
-    def tell_all(self, news: m.Queued) -> list[Action]:
+    def tell_all(self, news: m.Queued) -> list[CoordinatorAction]:
         """Send `news` to all joiners, also to those in a view in which no member runs yet."""
         waiting = (
             conn
@@ -50,7 +50,7 @@ class JoinerMessages:
         )
         return [Send(conn, news) for conn in waiting]
 
-    def turn_away(self, message: m.Removed | m.Dismissed) -> list[Action]:
+    def turn_away(self, message: m.Removed | m.Dismissed) -> list[CoordinatorAction]:
         """Send `message` to all joiners and forget them."""
         conns = [self._known.links.conn_of(replica) for replica in self._known.joiners.clear()]
         return [Send(conn, message) for conn in conns if conn is not None]

@@ -14,9 +14,9 @@ from ftcomm.control.joiners import Joiners
 from ftcomm.control.leader_links import LeaderLinks
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.severed import SeveredPairs
-from ftcomm.control.suspicion import Life, Suspicions
+from ftcomm.control.suspicion import Suspicions
 from ftcomm.control.timeouts import REPORT, Timeouts
-from ftcomm.control.views import Member, View
+from ftcomm.control.views import Life, Member, View
 
 EARLY = 100  # ticks: as many as come in ten heartbeat timeouts, if they come in time; connections are heard in each
 

@@ -33,7 +33,6 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
 
 
-# Structs, since those are made in a tenth of the time of a frozen dataclass, and a leader makes one for each rank.
 class ToCoordinator(msgspec.Struct, frozen=True):
     message: m.Message
 
@@ -50,7 +49,7 @@ class ToPeerLeader(msgspec.Struct, frozen=True):
     message: m.Boundary
 
 
-Action = ToCoordinator | ToRank | ToPeerLeader
+LeaderAction = ToCoordinator | ToRank | ToPeerLeader
 
 NAMED = 64  # ranks that have not come, of those that are named
 MANY = 256  # proposals of one view that a leader remembers; far more than there can be
@@ -148,13 +147,13 @@ class Leader:
             replicas=next((said for said in self._replicas.values() if said != self._replicas[0]), self._replicas[0]),
         )
 
-    def tick(self, now: float, unheard: float = 0.0) -> list[Action]:
+    def tick(self, now: float, unheard: float = 0.0) -> list[LeaderAction]:
         """Send a sign of life, and tell how the ranks are; the ranks are told for how many seconds the coordinator is
         `unheard`. The caller does so several times per heartbeat timeout. The silence of a rank proves nothing, so the
         coordinator decides; but a rank that is silent for longer than any op may take ends the replica."""
         silent = self.detector.silent(now)
         self._looks = m.Heartbeat(self.step, self._mute(now), self._divided(silent), self._stands_in)
-        actions: list[Action] = [ToCoordinator(self._looks)]
+        actions: list[LeaderAction] = [ToCoordinator(self._looks)]
         actions += [ToCoordinator(said) for said in self._losses.tick(self.view)]
         ping = m.Ping(unheard)
         actions += self._to_ranks(ping) if self.asks_all else [ToRank(0, ping)]
@@ -190,7 +189,7 @@ class Leader:
                 return f"its rank {shard} {why}"
         return ""
 
-    def from_coordinator(self, message: m.Message) -> list[Action]:
+    def from_coordinator(self, message: m.Message) -> list[LeaderAction]:
         if isinstance(message, m.NewView):
             return self._new_view(message.view)
         if isinstance(message, m.Prepare):
@@ -207,7 +206,7 @@ class Leader:
             return self._give(message)
         return []
 
-    def _send_on(self, loop: int) -> list[Action]:
+    def _send_on(self, loop: int) -> list[LeaderAction]:
         """Wait for the ranks that stand before `loop`; one that was told of it before them says nothing any more."""
         self._behind = loop
         there = {shard for shard, at in self._loops.items() if not 0 < at < loop}
@@ -215,7 +214,7 @@ class Leader:
         self._told["Ready"] = set() if self.ready else there
         return [ToCoordinator(m.Ready(self._ready_in))] if self.ready else []
 
-    def _new_view(self, view: View) -> list[Action]:
+    def _new_view(self, view: View) -> list[LeaderAction]:
         self.heard = max(self.heard, view.epoch)
         if self.view is not None and view.epoch <= self.view.epoch:
             return []
@@ -233,7 +232,7 @@ class Leader:
         change.commit = view
         return self._agree()
 
-    def _prepare(self, prepare: m.Prepare) -> list[Action]:
+    def _prepare(self, prepare: m.Prepare) -> list[LeaderAction]:
         if self.view is None or prepare.epoch != self.view.epoch:
             return []  # a view that is not known yet, or an older one: the coordinator asks again
         if self.step >= prepare.step or prepare.proposal in self._refused or len(self._refused) >= MANY:
@@ -245,7 +244,7 @@ class Leader:
 
     # -- the ranks -----------------------------------------------------------------------------------------------
 
-    def from_rank(self, shard: int, message: m.Message) -> list[Action]:
+    def from_rank(self, shard: int, message: m.Message) -> list[LeaderAction]:
         if isinstance(message, m.Hello):
             return self._hello(shard, message)
         if isinstance(message, m.Heartbeat):
@@ -302,9 +301,9 @@ class Leader:
         """The answer to a rank."""
         return m.Welcome(self.incarnation, self._processes)
 
-    def _hello(self, shard: int, hello: m.Hello) -> list[Action]:
+    def _hello(self, shard: int, hello: m.Hello) -> list[LeaderAction]:
         """Take in a rank of this life."""
-        welcome: list[Action] = [ToRank(shard, self.welcome)]
+        welcome: list[LeaderAction] = [ToRank(shard, self.welcome)]
         known = self.addresses.get(shard)
         if known == hello.address:
             return [*welcome, *self._again(shard)]
@@ -323,15 +322,15 @@ class Leader:
     def _stands_in(self) -> int:
         return self._ready_in if self.ready and not self.epoch else self.loop
 
-    def _again(self, shard: int) -> list[Action]:
+    def _again(self, shard: int) -> list[LeaderAction]:
         """Repeat to a rank with a new connection what may have been lost. The rank repeats its own part, too."""
-        given: list[Action] = [ToRank(shard, message) for message in self._given.values()]
+        given: list[LeaderAction] = [ToRank(shard, message) for message in self._given.values()]
         change = self.change
         if change is not None and not change.decided and shard not in change.promised:
             given.append(ToRank(shard, m.Prepare(change.number, change.epoch, change.step, change.loop)))
         return given
 
-    def _wait_for_siblings(self, shard: int, ready: set[int]) -> list[Action]:
+    def _wait_for_siblings(self, shard: int, ready: set[int]) -> list[LeaderAction]:
         count = self.ranks - len(ready)
         missing = f"{count} of {self.ranks}"
         if count <= NAMED:  # else each of so many would cost a look at all
@@ -339,7 +338,7 @@ class Leader:
         reason = f"joins when all ranks of this replica are ready for it; missing: {missing}"
         return [ToRank(shard, m.Queued(reason, m.Stage.JOINING))]
 
-    def rank_lost(self, shard: int, reason: str, script: ScriptEnd | None = None) -> list[Action]:
+    def rank_lost(self, shard: int, reason: str, script: ScriptEnd | None = None) -> list[LeaderAction]:
         """The replica is the unit of failure: without one of its ranks it is lost. `script` is how that of the rank has
         ended, if it is known."""
         if self.finished or shard in self._told["Finished"]:
@@ -350,7 +349,7 @@ class Leader:
             *self._to_ranks(m.Removed(f"replica {self.replica} cannot go on: {text}")),
         ]
 
-    def rank_refused(self, shard: int, reason: str) -> list[Action]:
+    def rank_refused(self, shard: int, reason: str) -> list[LeaderAction]:
         """Report a rank that another host refuses. That host does so when the process has ended, but something in
         between may refuse as well: the coordinator sees more of the network and decides."""
         if self.finished or shard in self._told["Finished"]:
@@ -358,7 +357,7 @@ class Leader:
         text = f"its rank {shard} is lost: {reason}"
         return [ToCoordinator(m.Suspect(self.replica, self.incarnation, text, False, shard))]
 
-    def _promised(self, shard: int, promise: m.Promise) -> list[Action]:
+    def _promised(self, shard: int, promise: m.Promise) -> list[LeaderAction]:
         self.step = max(self.step, promise.step)
         change = self.change
         if change is None or change.number != promise.proposal or change.decided:
@@ -372,7 +371,7 @@ class Leader:
         change.bound = True
         return [ToCoordinator(m.Promise(change.number, True, self.step))]
 
-    def _at_boundary(self, shard: int, message: m.AtBoundary) -> list[Action]:
+    def _at_boundary(self, shard: int, message: m.AtBoundary) -> list[LeaderAction]:
         change = self.change
         if change is None or change.number != message.proposal:
             return [ToRank(shard, m.Decision(message.proposal, None))]  # given up meanwhile
@@ -388,7 +387,7 @@ class Leader:
 
     # -- the other leaders ---------------------------------------------------------------------------------------
 
-    def from_leader(self, message: m.Boundary) -> list[Action]:
+    def from_leader(self, message: m.Boundary) -> list[LeaderAction]:
         change = self.change
         ours = change is not None and (change.number, change.epoch) == (message.proposal, message.epoch)
         if self.view is None or not (ours or message.epoch == self.view.epoch):
@@ -422,7 +421,7 @@ class Leader:
         lives = (member.replica, member.incarnation)
         return next((x.ranks for x in known if (x.replica, x.incarnation) == lives), NO_ADDRESSES)
 
-    def again(self, replica: int) -> list[Action]:
+    def again(self, replica: int) -> list[LeaderAction]:
         """Repeat over a new link to another leader what may have been lost."""
         change, view = self.change, self.view
         if view is None:
@@ -455,7 +454,7 @@ class Leader:
         stays = change.commit.has(self.replica, self.incarnation)
         return [replica for replica in others if stays and replica not in change.commit.replicas]
 
-    def _agree(self, first: bool = False) -> list[Action]:
+    def _agree(self, first: bool = False) -> list[LeaderAction]:
         """Tell the others at the boundary what this leader holds, and decide as soon as the answer cannot change.
         `first`: all ranks have come just now."""
         change, view = self.change, self.view
@@ -466,7 +465,7 @@ class Leader:
         others = [replica for replica in view.replicas if replica != self.replica]
         if change.commit is None:
             change.commit = next((seen for seen in change.heard.values() if seen is not None), None)
-        actions: list[Action] = []
+        actions: list[LeaderAction] = []
         if first if change.commit is None else not change.said_commit:
             said = m.Boundary(self.replica, change.epoch, change.number, _bare(change.commit))
             actions += [ToPeerLeader(replica, said) for replica in others]
@@ -478,14 +477,14 @@ class Leader:
             return [*actions, *self._decide(change.commit)]
         return [*actions, *self._decide(None), ToCoordinator(m.Withdrawn(change.number))]
 
-    def _decide(self, view: View | None) -> list[Action]:
+    def _decide(self, view: View | None) -> list[LeaderAction]:
         change = self.change
         assert change is not None
         change.decided, change.commit = True, view
         if view is not None and not view.has(self.replica, self.incarnation):
             return self._leave(change.number, view)
         change.decision = decision = m.Decision(change.number, view)
-        asked: list[Action] = [ToRank(shard, decision) for shard in sorted(change.asked)]
+        asked: list[LeaderAction] = [ToRank(shard, decision) for shard in sorted(change.asked)]
         if view is not None:
             self.view = view  # ranks that are still under way ask later
             self._refused.clear()  # no promise of the earlier view is asked for any more
@@ -499,21 +498,21 @@ class Leader:
         waiting = [ToPeerLeader(replica, said) for replica in change.heard]
         return [*asked, *freed, *waiting]
 
-    def _leave(self, number: int, view: View) -> list[Action]:
+    def _leave(self, number: int, view: View) -> list[LeaderAction]:
         """Let the replica leave as one, once all its ranks stand at the boundary: none can come back from that."""
         assert self.change is not None
         if len(self.change.asked) < self.ranks:
             return []
         return self._to_ranks(m.Decision(number, view))
 
-    def _give(self, message: m.Message) -> list[Action]:
+    def _give(self, message: m.Message) -> list[LeaderAction]:
         """Give a message to all ranks. A rank whose connection breaks gets it again, since it may have been lost."""
         if not isinstance(message, m.WhoWaits | m.Queued):  # these matter only at the moment
             self._given.pop(type(message).__name__, None)  # the newest is said last
             self._given[type(message).__name__] = message
         return self._to_ranks(message)
 
-    def _to_ranks(self, message: m.Message) -> list[Action]:
+    def _to_ranks(self, message: m.Message) -> list[LeaderAction]:
         return [ToRank(shard, message) for shard in range(self.ranks)]
 
 

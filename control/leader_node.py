@@ -19,7 +19,7 @@ from ftcomm.control.running_time import RunningTime
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
-Action = ToCoordinator | ToRank
+LeaderNodeAction = ToCoordinator | ToRank
 
 NOT_ALL = m.Queued("not all ranks of this replica have started yet", m.Stage.WAITING)
 
@@ -51,7 +51,7 @@ class LeaderNode:
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 
-    def opened(self) -> list[Action]:
+    def opened(self) -> list[LeaderNodeAction]:
         """Note that the connection to the coordinator is there, for the first time or again."""
         # That is no sign of it: a coordinator that sends nothing decides nothing, as its views are older than the job.
         self._up, self._news = True, None
@@ -62,7 +62,7 @@ class LeaderNode:
         late = self._outbox.late(self.leader.view)  # what the coordinator may have missed
         return [ToCoordinator(message) for message in (join, *finished, *late)]
 
-    def lost(self, news: m.Queued | None = None) -> list[Action]:
+    def lost(self, news: m.Queued | None = None) -> list[LeaderNodeAction]:
         """Note that the connection to the coordinator is down. It may be away; the replica trains on. Ranks that are in
         no view are told the `news` of it."""
         self._up = False
@@ -71,13 +71,13 @@ class LeaderNode:
         self._news = news
         return [ToRank(shard, news) for shard in range(self.leader.ranks)]
 
-    def refused(self, reason: str) -> list[Action]:
+    def refused(self, reason: str) -> list[LeaderNodeAction]:
         """Note that the coordinator refuses this replica, and would do so again."""
         if self.leader.view is not None:
             return []  # the process at its address may know nothing of the job
         return self._do(self.leader.from_coordinator(m.Removed(reason)))
 
-    def from_coordinator(self, message: m.Message) -> list[Action]:
+    def from_coordinator(self, message: m.Message) -> list[LeaderNodeAction]:
         self._heard = True
         return self._do(self.leader.from_coordinator(message))
 
@@ -90,12 +90,12 @@ class LeaderNode:
         ours = isinstance(message, m.Hello) and message.incarnation in ("", self.leader.incarnation)
         return None if ours else self.leader.welcome
 
-    def from_rank(self, shard: int, message: m.Message, now: float) -> list[Action]:
+    def from_rank(self, shard: int, message: m.Message, now: float) -> list[LeaderNodeAction]:
         """Take a message that a rank has sent over its connection, which was not `turned_away`."""
         self.leader.detector.heard(shard, now)
         return self.told(shard, message)
 
-    def told(self, shard: int, message: m.Message) -> list[Action]:
+    def told(self, shard: int, message: m.Message) -> list[LeaderNodeAction]:
         """Take a message from a rank, maybe one of this process, which cannot be silent."""
         if isinstance(message, m.Boundary):
             return self._do(self.leader.from_leader(message)) if shard == 0 else []
@@ -105,7 +105,7 @@ class LeaderNode:
             return self._greeted(shard, message)
         return self._do(self.leader.from_rank(shard, message))
 
-    def _greeted(self, shard: int, hello: m.Hello) -> list[Action]:
+    def _greeted(self, shard: int, hello: m.Hello) -> list[LeaderNodeAction]:
         """Take in a rank, for the first time or again, and repeat what is told to it alone."""
         if shard == 0:
             self._waits, self._told_finished = m.BoundaryWaits(), False
@@ -114,17 +114,17 @@ class LeaderNode:
         news = self._news or not_all
         return [*actions, ToRank(shard, news)] if news is not None and self.leader.view is None else actions
 
-    def rank_acknowledged(self, shard: int, at: float) -> list[Action]:
+    def rank_acknowledged(self, shard: int, at: float) -> list[LeaderNodeAction]:
         """Note that the kernel of a rank answers, whatever its process does."""
         self.leader.detector.acknowledged(shard, at)
         return []
 
-    def rank_lost(self, shard: int, reason: str) -> list[Action]:
+    def rank_lost(self, shard: int, reason: str) -> list[LeaderNodeAction]:
         """Note that the process of a rank has ended."""
         self.leader.detector.forget(shard)
         return self._do(self.leader.rank_lost(shard, reason))
 
-    def rank_refused(self, shard: int, reason: str) -> list[Action]:
+    def rank_refused(self, shard: int, reason: str) -> list[LeaderNodeAction]:
         """Note that another host refuses a rank, which was connected."""
         return self._do(self.leader.rank_refused(shard, reason))
 
@@ -135,7 +135,7 @@ class LeaderNode:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[LeaderNodeAction]:
         """Send signs of life. To be called every `Timeouts.beat`."""
         self._ran.at(now)
         if self._heard:
@@ -146,10 +146,10 @@ class LeaderNode:
 
     # -- to the others -------------------------------------------------------------------------------------------
 
-    def _do(self, actions: list[lead.Action], missing: tuple[int, ...] | None = None) -> list[Action]:
+    def _do(self, actions: list[lead.LeaderAction], missing: tuple[int, ...] | None = None) -> list[LeaderNodeAction]:
         """Returns what is to be sent. `missing` are the ranks that have not come to a boundary, if this is the moment
         to say so."""
-        result: list[Action] = []
+        result: list[LeaderNodeAction] = []
         waits = m.BoundaryWaits(self.leader.waiting(), self._waits.ranks if missing is None else missing)
         if waits != self._waits:  # said first: a rank that has passed a boundary waits there for nobody
             self._waits = waits

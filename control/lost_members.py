@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ftcomm.control import messages as m
 from ftcomm.control.boundary_changes import BoundaryChanges
-from ftcomm.control.coordinator_actions import Action, Log, Send, Unfit
+from ftcomm.control.coordinator_actions import CoordinatorAction, Log, Send, Unfit
 from ftcomm.control.decisions import Decisions
 from ftcomm.control.joiner_messages import DRAINED, FINISHED, JoinerMessages
 from ftcomm.control.known_job import KnownJob
@@ -21,7 +21,7 @@ class LostMembers:
         self._known, self._joiner_messages, self._decisions, self._changes = known, joiner_messages, decisions, changes
         self._refused_in = 0  # the epoch in which a verdict without proof was not carried out
 
-    def lose(self, lost: dict[int, str], *, proved: bool, why: str = "") -> list[Action]:
+    def lose(self, lost: dict[int, str], *, proved: bool, why: str = "") -> list[CoordinatorAction]:
         """Make a view without `lost` at once, and give up a change in which no member is known to run. With `proved`
         their processes have ended, or need nothing more; without it nothing is done that would end the job. If `lost`
         is empty, `why` is the reason for the view, and "" means that all have withdrawn a change."""
@@ -82,7 +82,7 @@ class LostMembers:
         removed = [Send(conn, message) for conn in conns if conn is not None]
         return [*actions, *removed, *self._joiner_messages.turn_away(message), *self._decisions.finish(failed)]
 
-    def _unknown(self, why: str) -> list[Action]:
+    def _unknown(self, why: str) -> list[CoordinatorAction]:
         """Give up: all members have ended while no coordinator was there. Each may have finished without being able to
         tell that."""
         self._known.unfit = True
@@ -92,7 +92,7 @@ class LostMembers:
         )
         return [Log("ended", {"reason": reason}), Unfit(reason)]
 
-    def refuse_to_remove(self, lost: dict[int, str]) -> list[Action]:
+    def refuse_to_remove(self, lost: dict[int, str]) -> list[CoordinatorAction]:
         if not lost or self._refused_in == self._known.job.epoch:
             return []
         self._refused_in = self._known.job.epoch
@@ -102,7 +102,7 @@ class LostMembers:
         )
         return [Log("not_removed", {"replica": replica, "reason": reason}) for replica in lost]
 
-    def withdrawn(self, message: m.Withdrawn) -> list[Action]:
+    def withdrawn(self, message: m.Withdrawn) -> list[CoordinatorAction]:
         if self._changes.proposal is not None and self._changes.proposal.number == message.proposal:
             self._changes.postpone()
             return [*self._changes.cancel(), *self._changes.propose()]

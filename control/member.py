@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 
 import msgspec
@@ -12,20 +11,18 @@ from ftcomm.control.actions import Failed, Freeze, GoOn, JoinPending, Known, Pas
 from ftcomm.control.views import View
 
 
-@dataclasses.dataclass(frozen=True)
-class ToLeader:
+class ToLeader(msgspec.Struct, frozen=True):
     message: m.Message
 
 
-@dataclasses.dataclass(frozen=True)
-class ToMember:
+class ToMember(msgspec.Struct, frozen=True):
     """A message to this rank of another replica in the view."""
 
     replica: int
     message: m.MemberProgress
 
 
-Action = ToLeader | ToMember | Freeze | Resume | Passed | Failed | JoinPending | Known | GoOn
+MemberAction = ToLeader | ToMember | Freeze | Resume | Passed | Failed | JoinPending | Known | GoOn
 
 AHEAD, MANY = 16, 1 << 16  # epochs, and members in each, whose progress is kept until their view is known
 
@@ -62,7 +59,7 @@ class Machine:
 
     # -- the user's code -----------------------------------------------------------------------------------------
 
-    def boundary(self, step: int, loop: int = 0) -> list[Action]:
+    def boundary(self, step: int, loop: int = 0) -> list[MemberAction]:
         """Stand at the boundary of `step` in step loop `loop`, with no op in flight. `Passed` comes now or later."""
         self._standing = step
         if loop != self.loop:
@@ -71,14 +68,14 @@ class Machine:
             return self._tell_loop()  # passed once the change under way is complete
         return self._ask_or_pass()
 
-    def _ask_or_pass(self) -> list[Action]:
+    def _ask_or_pass(self) -> list[MemberAction]:
         """Ask the leader if this rank is bound to a change at the boundary where it stands, else pass it."""
         if self._standing is not None and self._promise is not None and self._promise.step <= self._standing:
             self._asked = self._promise.proposal
             return [*self._tell_loop(), *map(ToLeader, self.asked())]
         return self._pass()
 
-    def _pass(self) -> list[Action]:
+    def _pass(self) -> list[MemberAction]:
         if self._standing is None:
             return []
         assert self.view is not None
@@ -88,7 +85,7 @@ class Machine:
         passed = Passed(self.view, left=False)
         return [passed, *self._tell_loop(first)]
 
-    def _tell_loop(self, first: bool = False) -> list[Action]:
+    def _tell_loop(self, first: bool = False) -> list[MemberAction]:
         """Returns a sign of life if the leader does not know the step loop, or after the first boundary. Joiners leave
         out the loops that the job has behind it, so the news does not wait for the next beat."""
         if self.loop == self._told_loop and not first:
@@ -101,7 +98,7 @@ class Machine:
 
     # -- the leader ----------------------------------------------------------------------------------------------
 
-    def from_leader(self, message: m.Message) -> list[Action]:
+    def from_leader(self, message: m.Message) -> list[MemberAction]:
         if self.phase in (Phase.LEFT, Phase.FAILED):
             return []
         if isinstance(message, m.Welcome):
@@ -137,21 +134,21 @@ class Machine:
             return self._dismiss(message.reason)
         return []
 
-    def _dismiss(self, reason: str) -> list[Action]:
+    def _dismiss(self, reason: str) -> list[MemberAction]:
         if self.preview is None:  # the script still waits to hear of a job
             self.phase = Phase.FAILED
             return [Failed(reason)]
         self.phase = Phase.LEFT
         return [Passed(self.view or self.preview, left=True)]
 
-    def _release(self, proposal: int) -> list[Action]:
+    def _release(self, proposal: int) -> list[MemberAction]:
         if self._promise is not None and self._promise.proposal == proposal:
             self._promise = None
         if self._asked == proposal and self.phase is Phase.RUNNING:
             return self._ask_or_pass()  # a new connection brings the next proposal first, and it is promised by now
         return []
 
-    def _decided(self, decision: m.Decision) -> list[Action]:
+    def _decided(self, decision: m.Decision) -> list[MemberAction]:
         if decision.view is None or self._asked != decision.proposal or self.phase is not Phase.RUNNING:
             return self._release(decision.proposal)
         if decision.view.has(self.replica, self.incarnation):
@@ -160,7 +157,7 @@ class Machine:
         self.view = decision.view
         return [Passed(self.view, left=True)]
 
-    def _install(self, view: View) -> list[Action]:
+    def _install(self, view: View) -> list[MemberAction]:
         if self.view is not None and view.epoch <= self.view.epoch:
             return []
         self._promise = None
@@ -175,7 +172,7 @@ class Machine:
         self._theirs = {epoch: told for epoch, told in self._theirs.items() if epoch >= view.epoch}
         return [Freeze(view)]
 
-    def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
+    def quiesced(self, epoch: int, progress: m.Progress) -> list[MemberAction]:
         """Note that the exchange stands still and holds `progress`; `epoch` is the one of the `Freeze` that this
         answers."""
         if self.phase is not Phase.CHANGING or self.view is None or epoch != self.view.epoch:
@@ -189,7 +186,7 @@ class Machine:
 
     # -- the other members ---------------------------------------------------------------------------------------
 
-    def from_member(self, message: m.MemberProgress) -> list[Action]:
+    def from_member(self, message: m.MemberProgress) -> list[MemberAction]:
         if self.view is not None and message.epoch < self.view.epoch:
             return []
         told = self._theirs.setdefault(message.epoch, {})
@@ -199,7 +196,7 @@ class Machine:
             del self._theirs[max(self._theirs)]
         return self._resume()
 
-    def again(self, replica: int) -> list[Action]:
+    def again(self, replica: int) -> list[MemberAction]:
         """Repeat over a new link to a member what may have been lost."""
         if self.view is None or self._mine is None or replica not in self.view.replicas:
             return []
@@ -229,7 +226,7 @@ class Machine:
         """Note that this rank cannot go on."""
         self.phase = Phase.FAILED
 
-    def _resume(self) -> list[Action]:
+    def _resume(self) -> list[MemberAction]:
         if self.phase is not Phase.CHANGING or self.view is None or self._mine is None:
             return []
         told = {**self._theirs.get(self.view.epoch, {}), self.replica: self._mine}
@@ -241,7 +238,7 @@ class Machine:
             self.loop_of_job = max((told.loop for told in progress.values() if not told.fresh), default=0)
         return [Resume(self.view, progress)]
 
-    def resumed(self, epoch: int) -> list[Action]:
+    def resumed(self, epoch: int) -> list[MemberAction]:
         """Note that the exchange runs in the view of `epoch`."""
         if self.phase is not Phase.RESUMING or self.view is None or self.view.epoch != epoch:
             return []

@@ -14,7 +14,7 @@ own):
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,8 @@ from ftcomm.control.views import Address, Addresses, Member, View
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages. On the wire a message is an array, of the class name and of its fields in order."""
 
+
+Event = dict[str, Any]  # of a job, as the coordinator and the launcher make them; `mono` and `time` are seconds
 
 # Only the coordinator, or the launcher around it, may log events of these kinds, since launchers and chaos act on them.
 # A rank reports other kinds.
@@ -75,13 +77,13 @@ class Hello(Message, frozen=True):
     shard: t.Shard
     address: Address
     incarnation: t.Name = ""
-    replicas: t.Replica = 0  # how many the job has, as this rank was told; 0: unknown
+    replicas: t.ReplicaNumber = 0  # how many the job has, as this rank was told; 0: unknown
 
 
 class Join(Message, frozen=True):
     """The first message of a leader to the coordinator; the leader repeats it on every new connection."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     incarnation: t.Name
     ranks: Addresses
     epoch: t.Epoch  # the view that the replica runs in; 0: it was never in one
@@ -92,7 +94,7 @@ class Join(Message, frozen=True):
     caught_up: bool = False  # the replica has said `CaughtUp`
     heard: t.Epoch = 0  # the newest view that the leader was told of, in force or not
     loop: t.Loop = 0  # the newest step loop that a rank has come to; of a joiner that is ready, as in `Ready`
-    replicas: t.Replica = 0  # how many the job has, as the ranks were told; 0: unknown
+    replicas: t.ReplicaNumber = 0  # how many the job has, as the ranks were told; 0: unknown
 
 
 class Heartbeat(Message, frozen=True):
@@ -107,7 +109,7 @@ class Suspect(Message, frozen=True):
     script has, if that is known. Without proof the sender cannot reach that rank, and knows nothing else; `silent`: it
     hears nothing of it."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     incarnation: t.Name
     reason: t.Text
     proof: bool
@@ -120,7 +122,7 @@ class Severed(Message, frozen=True):
     """A connection for data with rank `shard` of a member has ended in the view of `epoch`. That is no proof that
     either side is lost. The sender repeats it for as long as that view is in force."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     incarnation: t.Name
     epoch: t.Epoch
     reason: t.Text
@@ -130,7 +132,7 @@ class Severed(Message, frozen=True):
 class Reachable(Message, frozen=True):
     """A member that was suspected without proof can be reached again."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
 
 
 class Stalled(Message, frozen=True):
@@ -141,8 +143,8 @@ class Stalled(Message, frozen=True):
 
     shard: t.Shard
     epoch: t.Epoch
-    op: t.Op
-    waiting_on: t.Replicas
+    op: t.OpNumber
+    waiting_on: t.ReplicaNumbers
     due: bool
     lasted: t.Seconds = 0.0
 
@@ -151,7 +153,7 @@ class Promise(Message, frozen=True):
     """The answer to `Prepare`. With `ok` the sender is bound to the proposal. Otherwise it has passed the boundary and
     is now at `step`."""
 
-    proposal: t.Proposal
+    proposal: t.ProposalNumber
     ok: bool
     step: t.Step
 
@@ -160,14 +162,14 @@ class AtBoundary(Message, frozen=True):
     """A rank with a promise stands at its boundary and asks its leader what was decided. With `later` the boundary is
     in a later step loop than the one in which the joiners wait."""
 
-    proposal: t.Proposal
+    proposal: t.ProposalNumber
     later: bool = False
 
 
 class Withdrawn(Message, frozen=True):
     """All leaders withdrew their promise together; the coordinator must give the proposal up."""
 
-    proposal: t.Proposal
+    proposal: t.ProposalNumber
 
 
 class Installed(Message, frozen=True):
@@ -240,12 +242,12 @@ class Difference(Message, frozen=True):
     digest: t.Digest
     epoch: t.Epoch
     step: t.Step | None
-    proposal: t.Proposal
+    proposal: t.ProposalNumber
     why: t.Text
-    gone: t.Replicas
+    gone: t.ReplicaNumbers
     changed: Annotated[tuple[Member, ...], t.MANY]  # new lives, with addresses, and what changed of known ones
     loop: t.Loop = 0  # of `Registered`
-    decides: t.Proposal = 0  # the proposal of `Decision`
+    decides: t.ProposalNumber = 0  # the proposal of `Decision`
 
 
 class Welcome(Message, frozen=True):
@@ -296,7 +298,7 @@ class Prepare(Message, frozen=True):
     """Asks the replica to stop at the boundary of `step` and hear there whether membership changes. It does not if that
     boundary is in a later step loop than `loop`, in which joiners wait; 0: in any."""
 
-    proposal: t.Proposal
+    proposal: t.ProposalNumber
     epoch: t.Epoch  # the view that the change would replace
     step: t.Step
     loop: t.Loop = 0
@@ -304,7 +306,7 @@ class Prepare(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    proposal: t.Proposal
+    proposal: t.ProposalNumber
 
 
 class WhoWaits(Message, frozen=True):
@@ -314,7 +316,7 @@ class WhoWaits(Message, frozen=True):
 class Decision(Message, frozen=True):
     """The leader's decision, told to its ranks at the boundary: the view to install, or None to go on as before."""
 
-    proposal: t.Proposal
+    proposal: t.ProposalNumber
     view: View | None
 
 
@@ -341,9 +343,9 @@ class Boundary(Message, frozen=True):
     """Says what a leader knows of a proposal when it reaches the boundary: the committed view, without addresses, or
     None."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     epoch: t.Epoch
-    proposal: t.Proposal
+    proposal: t.ProposalNumber
     view: View | None
 
 
@@ -354,21 +356,21 @@ class ForLeader(Message, frozen=True):
     """Asks rank 0 to hand `boundary` to the leader of `replica`. One that comes for its own leader it hands up as it
     is."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     boundary: Boundary
 
 
 class Linked(Message, frozen=True):
     """Rank 0 has its link to `replica`, for the first time or again: what was said over an earlier one may be lost."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
 
 
 class BoundaryWaits(Message, frozen=True):
     """The leader waits, while ranks of its replica stand at a boundary: for the leaders of `replicas`, or for `ranks`
     of its own, of which it names some."""
 
-    replicas: t.Replicas = ()
+    replicas: t.ReplicaNumbers = ()
     ranks: Annotated[tuple[t.Shard, ...], t.MANY] = ()
 
 
@@ -376,7 +378,7 @@ class CoordinatorAt(Message, frozen=True):
     """A coordinator that has replaced another one has called this rank: it is reached there."""
 
     host: t.Name
-    port: t.Port
+    port: t.PortNumber
 
 
 class AllFinished(Message, frozen=True):
@@ -389,17 +391,17 @@ class AllFinished(Message, frozen=True):
 class Final(msgspec.Struct, frozen=True):
     """Chunks that are FINAL with the same contributors. Bit i of `chunks` (little endian) is chunk i."""
 
-    contributors: t.Replicas
+    contributors: t.ReplicaNumbers
     chunks: t.Bitmap
 
 
 class OpProgress(msgspec.Struct, frozen=True):
-    number: t.Op
+    number: t.OpNumber
     finals: Annotated[tuple[Final, ...], t.MANY]
 
 
 class FailedOp(msgspec.Struct, frozen=True):
-    number: t.Op
+    number: t.OpNumber
     message: t.Text
     lost: bool = False  # a lost member had the only data; else the calls differ
 
@@ -409,8 +411,8 @@ class Roster(msgspec.Struct, frozen=True):
     from there on."""
 
     since: t.Step
-    members: t.Replicas
-    contributors: t.Replicas
+    members: t.ReplicaNumbers
+    contributors: t.ReplicaNumbers
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -424,13 +426,13 @@ class Progress(msgspec.Struct, frozen=True):
     loop: t.Loop = 0  # its step loop at the boundary where the joiners of the view come in
     epoch: t.Epoch = 0  # the view that the member comes from
     rosters: Annotated[tuple[Roster, ...], t.MANY] = ()  # as the members agreed when it entered that view
-    severed: t.Replicas = ()  # its connections to these have ended, which they may not have noticed
+    severed: t.ReplicaNumbers = ()  # its connections to these have ended, which they may not have noticed
 
 
 class MemberProgress(Message, frozen=True):
     """`Progress` of `replica` for the view of `epoch`."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     incarnation: t.Name
     epoch: t.Epoch
     progress: Progress
@@ -440,7 +442,7 @@ class Alive(Message, frozen=True):
     """A sign of life. It takes the link that would carry the progress, since the network between two members may be cut
     in silence."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     incarnation: t.Name
 
 

@@ -16,8 +16,8 @@ from ftcomm.control.views import Member, View
 
 log = logging.getLogger("ftcomm.control")
 
-Lost = Callable[[View, int, str], None]  # (view, replica whose process has ended, reason)
-Failed = Callable[[View, int, str, Exception], None]  # (view, replica, reason, error)
+OnDead = Callable[[View, int, str], None]  # (view, replica whose process has ended, reason)
+OnFailed = Callable[[View, int, str, Exception], None]  # (view, replica, reason, error)
 
 
 class Peers:
@@ -35,8 +35,8 @@ class Peers:
         *,
         on_open: Callable[[int], None],
         on_message: Callable[[m.AnyMessage], None],
-        on_lost: Lost,
-        on_failed: Failed,
+        on_lost: OnDead,
+        on_failed: OnFailed,
         on_back: Callable[[int], None],
     ) -> None:
         self._replica, self._shard, self._credentials = replica, shard, credentials

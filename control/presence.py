@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ftcomm.control.coordinator_actions import Action, Log
+from ftcomm.control.coordinator_actions import CoordinatorAction, Log
 from ftcomm.control.joiner_messages import ALONE, MUTE, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
@@ -17,7 +17,7 @@ class Presence:
     def __init__(self, known: KnownJob, joiner_messages: JoinerMessages, suspects: Suspects) -> None:
         self._known, self._joiner_messages, self._suspects = known, joiner_messages, suspects
 
-    def heard(self, link: LeaderLink, now: float) -> list[Action]:
+    def heard(self, link: LeaderLink, now: float) -> list[CoordinatorAction]:
         """Note that a process speaks. A coordinator that was cut off gives the members a heartbeat timeout to show up,
         from when the first one does."""
         known = self._known
@@ -30,10 +30,10 @@ class Presence:
         known.unheard = None
         return self._joiner_messages.tell_all(WAITS)
 
-    def look(self, silent: Collection[int], now: float) -> list[Action]:
+    def look(self, silent: Collection[int], now: float) -> list[CoordinatorAction]:
         """Dial the members that are not heard. If no contributing member is heard, this coordinator is cut off."""
         known = self._known
-        actions: list[Action] = []
+        actions: list[CoordinatorAction] = []
         for member in known.job.running:
             quiet = not known.detector.within(member.replica, known.timeouts.silence / 2, now)
             if quiet or known.links.conn_of(member.replica) is None:

@@ -16,17 +16,18 @@ answered with the job's token, proves that it lives. The outcomes:
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import socket
 from collections.abc import Set
 from typing import Any
 
+import msgspec
+
 from ftcomm.control import handshake, wire
 from ftcomm.control.links import connected
 from ftcomm.control.liveness import is_ending, ports, processes, unanswered
-from ftcomm.control.suspicion import Life, Probe, ProbeOutcome
-from ftcomm.control.views import Address
+from ftcomm.control.suspicion import Probe, ProbeOutcome
+from ftcomm.control.views import Address, Life
 
 KERNEL = 1.0  # s for the kernel there to answer
 
@@ -125,7 +126,7 @@ class Prober:
 
     async def outcome(self, probe: Probe, purpose: str, fields: handshake.Fields, timeout: float) -> ProbeOutcome:
         """Carry out `probe`, or wait for the one that is under way. See `ProbeConnection.outcome`."""
-        question = dataclasses.replace(probe, call=False, also=None)
+        question = msgspec.structs.replace(probe, call=False, also=None)
         connection = self._connections.get(question)
         if connection is None or connection.over:
             connection = self._connections[question] = ProbeConnection(

@@ -7,7 +7,6 @@ when. `ftcomm.control.agent` drives it with real sockets and time, `ftcomm.simul
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -22,37 +21,32 @@ from ftcomm.control.failed_dials import Cause, FailedDials
 from ftcomm.control.outbox import Outbox
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.timeouts import REPORT, Timeouts
-from ftcomm.control.views import Address, View
+from ftcomm.control.views import Address, Life, View
 
 
-@dataclasses.dataclass(frozen=True)
-class Up:
+class Up(msgspec.Struct, frozen=True):
     """A message to the leader of the replica."""
 
     message: m.Message
 
 
-@dataclasses.dataclass(frozen=True)
-class ToPeer:
+class ToPeer(msgspec.Struct, frozen=True):
     replica: int
     message: m.Message
 
 
-@dataclasses.dataclass(frozen=True)
-class LookAtWaits:
+class LookAtWaits(msgspec.Struct, frozen=True):
     """A member asks on whom the exchange waits; answer with `waits`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HandWaits:
+class HandWaits(msgspec.Struct, frozen=True):
     """A boundary is passed for which some replicas never came. The next op waits for them, and has waited already for
     so many seconds."""
 
     seconds: Mapping[int, float]
 
 
-@dataclasses.dataclass(frozen=True)
-class WaitOn:
+class WaitOn(msgspec.Struct, frozen=True):
     """Let waits for members go on: the last `away` seconds do not count. For `seconds` nothing was heard of the
     coordinator, and only it can decide that a member is lost."""
 
@@ -60,12 +54,11 @@ class WaitOn:
     away: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Acked:
+class Acked(msgspec.Struct, frozen=True):
     """The coordinator knows that this replica has finished."""
 
 
-Action = (
+RankAction = (
     Up
     | ToPeer
     | Freeze
@@ -82,7 +75,6 @@ Action = (
 )
 
 
-Life = tuple[int, str]  # (replica, incarnation)
 KEPT = 16  # the newest messages of each other leader that are kept; only those of the last proposals matter
 NOBODY: Mapping[int, float] = MappingProxyType({})
 
@@ -103,9 +95,9 @@ class RankNode:
         self._up = False
         self._outbox = Outbox()
         self._severed: dict[int, tuple[m.Severed, float]] = {}  # by replica; with the time of the last report
-        self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
-        self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) that this rank listens to
-        self._silent: dict[tuple[int, str], float] = {}  # the last complaint of each
+        self._detector: Detector[Life] = Detector(timeouts.unheard)
+        self._peers: set[Life] = set()  # those that this rank listens to
+        self._silent: dict[Life, float] = {}  # the last complaint of each
         self._beats = timeouts.beats(ranks) if shard else 1  # between two signs of life to the leader
         self._beat = 0  # of these, the one that comes next
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
@@ -131,7 +123,7 @@ class RankNode:
 
     # -- connections ---------------------------------------------------------------------------------------------
 
-    def up_opened(self) -> list[Action]:
+    def up_opened(self) -> list[RankAction]:
         """Note that the connection to the leader is there, for the first time or again."""
         self._up, self._up_refused = True, False
         self._from_above = True  # its process has just answered, though it may never send a message
@@ -140,7 +132,7 @@ class RankNode:
         late = self._outbox.late(self.machine.view)
         return [Up(hello), *self._said_again(), *(Up(message) for message in late)]
 
-    def _said_again(self) -> list[Action]:
+    def _said_again(self) -> list[RankAction]:
         """Returns what a rank has told its leader, and may have been lost with the connection."""
         again: list[m.Message] = list(self._lasting.values())
         if self.view is not None:
@@ -157,7 +149,7 @@ class RankNode:
         said = [message for message in kept if message.epoch >= self._epoch()]
         return [*said, *(m.Linked(replica) for replica in others)]
 
-    def up_lost(self, reason: str, refused: bool = False, here: bool = False) -> list[Action]:
+    def up_lost(self, reason: str, refused: bool = False, here: bool = False) -> list[RankAction]:
         """Note that the connection to the leader is down. With `refused` it cannot be made again since no process
         listens there any more; with `here` the own kernel says so, and not another host. The replica lives and dies as
         one."""
@@ -165,17 +157,17 @@ class RankNode:
         self._up_refused = refused
         return self._orphaned(reason) if refused and here else []
 
-    def _orphaned(self, reason: str) -> list[Action]:
+    def _orphaned(self, reason: str) -> list[RankAction]:
         if self.view is not None or self.machine.preview is not None:
             return self._from_leader(m.Removed(reason))
         return []
 
-    def up_acknowledged(self, at: float) -> list[Action]:
+    def up_acknowledged(self, at: float) -> list[RankAction]:
         """Note that the kernel of the leader answers."""
         self._above.acknowledged("leader", at)
         return []
 
-    def from_up(self, message: m.Message) -> list[Action]:
+    def from_up(self, message: m.Message) -> list[RankAction]:
         """Take a message from the leader."""
         self._from_above = True
         if isinstance(message, m.Ping):
@@ -192,7 +184,7 @@ class RankNode:
             return []
         return self._from_leader(message)
 
-    def from_peer(self, message: m.Message, now: float) -> list[Action]:
+    def from_peer(self, message: m.Message, now: float) -> list[RankAction]:
         if isinstance(message, m.Alive):
             return self._heard(message, now)
         if isinstance(message, m.MemberProgress):
@@ -212,13 +204,15 @@ class RankNode:
             kept = [x for x in before if x.epoch >= said.epoch and x.proposal != said.proposal]
             self._from_leaders[said.replica] = [*kept, said][-KEPT:]
 
-    def peer_opened(self, replica: int) -> list[Action]:
+    def peer_opened(self, replica: int) -> list[RankAction]:
         """Note that the link to a replica is there, for the first time or again, and repeat what may have been lost."""
         self._dials.reached(replica)
         actions = self._do_member(self.machine.again(replica))
         return [*actions, Up(m.Linked(replica))] if self.shard == 0 else actions
 
-    def peer_lost(self, replica: int, epoch: int, reason: str, proof: bool, *, silent: bool = False) -> list[Action]:
+    def peer_lost(
+        self, replica: int, epoch: int, reason: str, proof: bool, *, silent: bool = False
+    ) -> list[RankAction]:
         """Note that a member of the view of `epoch` cannot be reached, or is `silent`, or (`proof`) that its process
         has ended."""
         for view in (self.view, self.machine.view):  # the second view may be one that is under way
@@ -227,13 +221,13 @@ class RankNode:
                 return self.tell(m.Suspect(replica, member.incarnation, reason, proof, self.shard, silent))
         return []
 
-    def dial_failed(self, replica: int, epoch: int, reason: str, cause: Cause, now: float) -> list[Action]:
+    def dial_failed(self, replica: int, epoch: int, reason: str, cause: Cause, now: float) -> list[RankAction]:
         """Note that a dial of a member of the view of `epoch` has failed."""
         if cause is Cause.HUNG_UP and not self._dials.hung_up(replica, now):
             return self.peers_acknowledged({replica: now})
         return self.peer_lost(replica, epoch, reason, proof=False)
 
-    def short(self, reason: str, now: float) -> list[Action]:
+    def short(self, reason: str, now: float) -> list[RankAction]:
         """Note that this process lacks what it needs to reach a member. That is no fault of the member: this rank tries
         again, and until then the others wait for it; in the end it gives itself up."""
         self._short = True
@@ -242,7 +236,7 @@ class RankNode:
     def is_short(self, now: float) -> bool:
         return self._dials.is_short(now)
 
-    def severed(self, replica: int, epoch: int, reason: str, now: float) -> list[Action]:
+    def severed(self, replica: int, epoch: int, reason: str, now: float) -> list[RankAction]:
         """Note that a connection for data with a member of the view of `epoch` has ended."""
         for view in (self.view, self.machine.view):
             member = view.member(replica) if view is not None and view.epoch == epoch else None
@@ -252,7 +246,7 @@ class RankNode:
                 return self.tell(said)
         return []  # the view in force by now makes it again
 
-    def _severed_still(self, now: float) -> list[Action]:
+    def _severed_still(self, now: float) -> list[RankAction]:
         """Repeat that connections have ended: a coordinator that was away has not heard it."""
         newest = self.machine.view.epoch if self.machine.view is not None else 0
         self._severed = {replica: known for replica, known in self._severed.items() if known[0].epoch >= newest}
@@ -260,10 +254,10 @@ class RankNode:
         self._severed |= {said.replica: (said, now) for said in due}
         return [action for said in due for action in self.tell(said)]
 
-    def peers_acknowledged(self, at: Mapping[int, float]) -> list[Action]:
+    def peers_acknowledged(self, at: Mapping[int, float]) -> list[RankAction]:
         """Note when the kernels of members, by replica, last answered. Their processes may hold their interpreters, but
         the network leads there."""
-        actions: list[Action] = []
+        actions: list[RankAction] = []
         for life in sorted(self._peers):
             if life[0] in at:
                 self._detector.acknowledged(life, at[life[0]])
@@ -273,11 +267,11 @@ class RankNode:
                     actions += self.peer_back(life[0])
         return actions
 
-    def peer_back(self, replica: int) -> list[Action]:
+    def peer_back(self, replica: int) -> list[RankAction]:
         """Note that a replica can be reached again."""
         return self.tell(m.Reachable(replica))
 
-    def _heard(self, alive: m.Alive, now: float) -> list[Action]:
+    def _heard(self, alive: m.Alive, now: float) -> list[RankAction]:
         life = (alive.replica, alive.incarnation)
         if life not in self._peers:
             return []
@@ -287,7 +281,7 @@ class RankNode:
         del self._silent[life]
         return self.peer_back(alive.replica)
 
-    def _listen(self, now: float) -> list[Action]:
+    def _listen(self, now: float) -> list[RankAction]:
         """Send a sign of life to the members of the newest view, and complain of those that give none."""
         view = self.machine.view
         me = self.machine.replica
@@ -299,7 +293,7 @@ class RankNode:
             self._detector.heard(life, now)
         self._peers = peers
         alive = m.Alive(me, self.machine.incarnation)
-        actions: list[Action] = [ToPeer(replica, alive) for replica, _ in sorted(peers)]
+        actions: list[RankAction] = [ToPeer(replica, alive) for replica, _ in sorted(peers)]
         for life, seconds in self._detector.silent(now).items():
             if self._joins or self._short:  # the others hear of a joiner when they come to its boundary
                 self._detector.heard(life, now)
@@ -314,22 +308,22 @@ class RankNode:
 
     # -- the user's code and the exchange ------------------------------------------------------------------------
 
-    def boundary(self, step: int, loop: int = 0) -> list[Action]:
+    def boundary(self, step: int, loop: int = 0) -> list[RankAction]:
         """Stand at the boundary of `step` in step loop `loop`, with no op in flight. `Passed` comes now or later."""
         return self._do_member(self.machine.boundary(step, loop))
 
-    def tell(self, message: m.Message) -> list[Action]:
+    def tell(self, message: m.Message) -> list[RankAction]:
         """Tell the leader a Report, Ready, CaughtUp, Leave or Finished."""
         return self._do_member([mem.ToLeader(message)])
 
-    def _say(self, message: m.Message) -> list[Action]:
+    def _say(self, message: m.Message) -> list[RankAction]:
         if not self._outbox.says(message, self._up):
             return []
         if isinstance(message, m.Ready | m.CaughtUp | m.Leave | m.Finished):
             self._lasting[type(message).__name__] = message
         return [Up(message)]
 
-    def quiesced(self, epoch: int, progress: m.Progress, awaited: Mapping[int, float] = NOBODY) -> list[Action]:
+    def quiesced(self, epoch: int, progress: m.Progress, awaited: Mapping[int, float] = NOBODY) -> list[RankAction]:
         """Note that the exchange stands still; `epoch` is the one of the `Freeze` that this answers. `awaited`: for how
         many seconds it has waited for each replica. That goes on if the replica says nothing to the change either."""
         ran = self._ran.seconds
@@ -342,18 +336,18 @@ class RankNode:
         """Whether the `Resume` for `view` is still to be carried out."""
         return self.machine.view is view and self.machine.phase is mem.Phase.RESUMING
 
-    def reaching(self, replicas: tuple[int, ...]) -> list[Action]:
+    def reaching(self, replicas: tuple[int, ...]) -> list[RankAction]:
         """Note the replicas whose memory this rank is about to reach. If that takes long, they count as waited for, and
         there is no complaint of them."""
         self._reaching = replicas
         return []
 
-    def unreachable(self, epoch: int, replica: int, reason: str, cause: Cause, now: float) -> list[Action]:
+    def unreachable(self, epoch: int, replica: int, reason: str, cause: Cause, now: float) -> list[RankAction]:
         """Note that the memory of a member of the view of `epoch` cannot be reached."""
         self._unreachable.add(replica)
         return self.dial_failed(replica, epoch, f"its memory cannot be reached: {reason}", cause, now)
 
-    def resumed(self, view: View) -> list[Action]:
+    def resumed(self, view: View) -> list[RankAction]:
         """Note that the exchange runs in `view`."""
         self.view = view
         self._outbox.only(view)
@@ -364,19 +358,19 @@ class RankNode:
         self._reaching = ()
         return forgiven + self._do_member(self.machine.resumed(view.epoch))
 
-    def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> list[Action]:
+    def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> list[RankAction]:
         """Note that the exchange has made no progress for its deadline, in a wait of `lasted` seconds. To be repeated
         every `REPORT` seconds."""
         return self.tell(m.Stalled(self.shard, epoch, op, waiting_on, True, lasted))
 
-    def waits(self, op: int, waiting_on: tuple[int, ...]) -> list[Action]:
+    def waits(self, op: int, waiting_on: tuple[int, ...]) -> list[RankAction]:
         """Tell on whom the exchange waits; on nobody if it does not wait. This answers `LookAtWaits`."""
         what, missing = self.waiting()
         if missing or what == CHANGE:
             op, waiting_on = what, missing
         return self.tell(m.Stalled(self.shard, self._epoch(), op, waiting_on, False))
 
-    def failed(self, reason: str) -> list[Action]:
+    def failed(self, reason: str) -> list[RankAction]:
         """Note that this rank cannot go on."""
         if self.machine.phase is mem.Phase.FAILED:
             return []
@@ -395,7 +389,7 @@ class RankNode:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def beat(self, now: float) -> list[Action]:
+    def beat(self, now: float) -> list[RankAction]:
         """Send the leader a sign of life, if one is due. To be called every `Timeouts.beat`, right before `tick`."""
         before = self._ran.seconds
         self._passed = self._ran.at(now) - before
@@ -404,19 +398,19 @@ class RankNode:
         divided = "does not hear its leader" if self._leaderless else ""
         return [Up(self.machine.heartbeat(divided)), *ended] if due else ended
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[RankAction]:
         """Send the members a sign of life, and report waits that are too long."""
         self._short = self._dials.is_short(now)
         return [*self._listen(now), *self._severed_still(now), *self._watch(now), *self._wait_on(self._passed)]
 
-    def _wait_on(self, away: float) -> list[Action]:
+    def _wait_on(self, away: float) -> list[RankAction]:
         """Let waits go on without a coordinator, but not for ever. Of each silence the time until it is noticed counts,
         so waits end also with a coordinator that is heard now and then."""
         seconds = self._ran.seconds - self._heard_coordinator
         waits = self._unheard and self.view is not None and seconds <= self._timeouts.absence
         return [WaitOn(seconds, away)] if waits else []
 
-    def _look_up(self, now: float) -> list[Action]:
+    def _look_up(self, now: float) -> list[RankAction]:
         """Watch the leader. One whose host is gone, or that is cut off from its ranks, tells them nothing. So they wait
         for it until a member tells them that the job goes on without them (`passed_by`), and for as long as an op may
         take at most."""
@@ -437,7 +431,7 @@ class RankNode:
             return None
         return m.RemovedIn(self.view.bare())
 
-    def peer_answered(self, message: m.Message) -> list[Action]:
+    def peer_answered(self, message: m.Message) -> list[RankAction]:
         """Take what a member of the view has answered: maybe a later view, without this replica. Who hears its leader
         and the coordinator is told that by them."""
         if not (self._leaderless or self._up_refused or self._unheard) or not isinstance(message, m.RemovedIn):
@@ -447,7 +441,7 @@ class RankNode:
         out = known is not None and later.epoch > known.epoch and not later.has(me.replica, me.incarnation)
         return self._from_leader(m.NewView(later)) if out else []
 
-    def _watch(self, now: float) -> list[Action]:
+    def _watch(self, now: float) -> list[RankAction]:
         """Report a change of view or a boundary that does not come about: it is a stall like that of an op. Who has not
         moved since an earlier view has been waited for since then."""
         what, missing = self.waiting()
@@ -509,15 +503,15 @@ class RankNode:
 
     # -- between the machines ------------------------------------------------------------------------------------
 
-    def _from_leader(self, message: m.Message) -> list[Action]:
+    def _from_leader(self, message: m.Message) -> list[RankAction]:
         if isinstance(message, m.FinishAck):
             return [Acked()]
         if isinstance(message, m.WhoWaits):
             return [LookAtWaits()]
         return self._do_member(self.machine.from_leader(message))
 
-    def _do_member(self, actions: list[mem.Action]) -> list[Action]:
-        result: list[Action] = []
+    def _do_member(self, actions: list[mem.MemberAction]) -> list[RankAction]:
+        result: list[RankAction] = []
         for action in actions:
             if isinstance(action, mem.ToLeader):
                 result += self._say(action.message)

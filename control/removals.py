@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Set
 
 from ftcomm.control import messages as m
 from ftcomm.control.blame import FRESH, Culprit, Removal
-from ftcomm.control.coordinator_actions import Action, Close, Log, Persist, Send
+from ftcomm.control.coordinator_actions import Close, CoordinatorAction, Log, Persist, Send
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.liveness import described, leader_described
 from ftcomm.control.lost_members import LostMembers
@@ -27,10 +27,10 @@ class Removals:
         self._known, self._lost, self._suspects, self._state = known, lost, suspects, state
         self._doubted = float("-inf")  # when last no holder of the state was known to be whole
 
-    def due(self, silent: Mapping[int, float], now: float) -> list[Action]:
+    def due(self, silent: Mapping[int, float], now: float) -> list[CoordinatorAction]:
         """Remove who is lost by now. `silent`: the members that are not heard, and for how long."""
         known = self._known
-        ran, actions = known.ran.seconds, list[Action]()
+        ran, actions = known.ran.seconds, list[CoordinatorAction]()
         lost: dict[int, str] = {}
         asked = known.suspicions.asked(ran)  # their silence is decided on with the proof against them
         for replica, seconds in silent.items():
@@ -110,13 +110,13 @@ class Removals:
             return leader_described(seconds)
         return described(seconds, self._state(member.ranks[0]) if member is not None else "")
 
-    def _ask(self) -> list[Action]:
+    def _ask(self) -> list[CoordinatorAction]:
         """Ask all members for whom they wait."""
         known = self._known
         conns = [known.links.conn_of(member.replica) for member in known.job.running]
         return [Send(conn, m.WhoWaits()) for conn in conns if conn is not None]
 
-    def stalled(self, by: int, stall: m.Stalled) -> list[Action]:
+    def stalled(self, by: int, stall: m.Stalled) -> list[CoordinatorAction]:
         known = self._known
         if all(stall.epoch != view.epoch for view in known.job.in_force):
             return []

@@ -16,7 +16,7 @@ _NOT_OF_A_NAME = re.compile(r"\W")
 _LONGEST_NAME = 128  # characters
 
 ErrorName = Annotated[str, Meta(pattern=r"^\w*\Z", max_length=_LONGEST_NAME)]
-Status = Annotated[int, Meta(ge=-_STATUS, lt=_STATUS)]
+ExitStatus = Annotated[int, Meta(ge=-_STATUS, lt=_STATUS)]
 
 
 class ScriptEnd(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +24,7 @@ class ScriptEnd(msgspec.Struct, frozen=True, array_like=True):
     `error` of `SystemExit` is one of which nobody knows the code."""
 
     error: ErrorName = ""
-    code: Status | None = None
+    code: ExitStatus | None = None
 
     def __post_init__(self) -> None:
         if bool(self.error) is (self.code is not None):

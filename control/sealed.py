@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from ftcomm.control.dropped import Kind, drop
+from ftcomm.control.dropped import DropKind, drop
 
 TAG = 16  # bytes
 RECORD = 128 << 10  # bytes of a payload, into which a longer run of bytes is cut
@@ -326,7 +326,7 @@ class Channel:
         del self._plain[:count]
         return taken
 
-    def _bad(self, kind: Kind, text: str) -> BadRecord:
+    def _bad(self, kind: DropKind, text: str) -> BadRecord:
         with contextlib.suppress(OSError):
             text += f"; the connection with {self._sock.getpeername()} is closed"
         drop(kind, text)

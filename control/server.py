@@ -22,6 +22,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.dropped import drop
 from ftcomm.control.links import Listener, Told, serve_messages
 from ftcomm.control.liveness import boot, state_of
+from ftcomm.control.messages import Event
 from ftcomm.control.port import Port
 from ftcomm.control.probe import KERNEL, Prober
 from ftcomm.control.sealed import Channel
@@ -35,7 +36,6 @@ from ftcomm.control.wait_for import wait_for
 
 log = logging.getLogger("ftcomm.control")
 
-Event = dict[str, Any]
 Serve = Callable[[Channel, handshake.Fields], Coroutine[Any, Any, None]]
 
 RETRY = 1.0  # s between two attempts to store a view that could not be written
@@ -45,7 +45,7 @@ class ServerError(RuntimeError):
     """The coordinator cannot start; the message says why and what to do."""
 
 
-def _promises_nothing(action: ca.Action) -> bool:
+def _promises_nothing(action: ca.CoordinatorAction) -> bool:
     """Whether an action says nothing of a view that is not written down yet."""
     if isinstance(action, ca.Send):
         return isinstance(action.message, m.FinishAck | m.Queued | m.WhoWaits)
@@ -91,7 +91,7 @@ class CoordinatorServer:
         self._probes: set[asyncio.Task[None]] = set()
         self._prober = Prober(credentials)
         self._keep_task: asyncio.Task[None] | None = None
-        self._waiting: deque[ca.Action] = deque()  # actions that wait for a view to be written
+        self._waiting: deque[ca.CoordinatorAction] = deque()  # actions that wait for a view to be written
         self._writing: asyncio.Future[None] | None = None
         self._done = asyncio.Event()
         self.ended = False  # the job has ended; otherwise it goes on, even without this coordinator
@@ -332,13 +332,13 @@ class CoordinatorServer:
     def _anywhere(self) -> bool:
         return self._host in ("", "0.0.0.0", "::")
 
-    def _do(self, actions: list[ca.Action]) -> None:
+    def _do(self, actions: list[ca.CoordinatorAction]) -> None:
         """Carry actions out in order. No action overtakes a view that is still being written, except those that promise
         nothing about it."""
         if not self._store.sure:  # `_keep` is about to give up
             return
         self._waiting.extend(actions)
-        held: deque[ca.Action] = deque()
+        held: deque[ca.CoordinatorAction] = deque()
         while self._waiting:
             action = self._waiting.popleft()
             if self._writing is None or _promises_nothing(action):
@@ -347,7 +347,7 @@ class CoordinatorServer:
                 held.append(action)
         self._waiting = held
 
-    def _carry_out(self, action: ca.Action) -> None:
+    def _carry_out(self, action: ca.CoordinatorAction) -> None:
         if isinstance(action, ca.Send):
             writer = self._writers.get(action.conn)
             if writer is not None:

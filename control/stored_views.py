@@ -26,7 +26,7 @@ SHARD = 1 << 19  # bytes of the longest one
 
 
 class StoredMember(msgspec.Struct, frozen=True):
-    replica: t.Replica
+    replica: t.ReplicaNumber
     incarnation: t.Name
     contributing: bool
     table: t.Hex  # digest
@@ -39,7 +39,7 @@ class StoredView(msgspec.Struct, frozen=True):
     step: t.Step | None
     members: Annotated[tuple[StoredMember, ...], t.MANY]
     why: t.Text = ""
-    proposal: t.Proposal = 0
+    proposal: t.ProposalNumber = 0
 
     def __post_init__(self) -> None:
         if any(one.replica >= next_.replica for one, next_ in itertools.pairwise(self.members)):

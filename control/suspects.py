@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ftcomm.control import messages as m
 from ftcomm.control.boundary_changes import BoundaryChanges
-from ftcomm.control.coordinator_actions import Action, Close, Conn, Log
+from ftcomm.control.coordinator_actions import Close, Conn, CoordinatorAction, Log
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.lost_members import LostMembers
-from ftcomm.control.suspicion import Accusation, Conclusion, Life, Probe, ProbeOutcome, Why
+from ftcomm.control.suspicion import Accusation, Conclusion, Probe, ProbeOutcome, Why
+from ftcomm.control.views import Life
 
 
 class Suspects:
@@ -17,7 +18,7 @@ class Suspects:
         """`boot` names the kernel of this host."""
         self._known, self._changes, self._lost, self._boot = known, changes, lost, boot
 
-    def search(self, replica: int, incarnation: str) -> list[Action]:
+    def search(self, replica: int, incarnation: str) -> list[CoordinatorAction]:
         known = self._known
         member = known.life(replica, incarnation)
         return (
@@ -26,7 +27,7 @@ class Suspects:
             else [*known.suspicions.search(member, known.links.conn_of(replica) is None, known.ran.seconds)]
         )
 
-    def disconnected(self, conn: Conn, now: float) -> list[Action]:
+    def disconnected(self, conn: Conn, now: float) -> list[CoordinatorAction]:
         known = self._known
         known.ran.at(now)
         link = known.links.pop(conn, None)
@@ -42,7 +43,7 @@ class Suspects:
             return self._changes.forget(replica)
         return []
 
-    def probed(self, probe: Probe, outcome: ProbeOutcome, now: float) -> list[Action]:
+    def probed(self, probe: Probe, outcome: ProbeOutcome, now: float) -> list[CoordinatorAction]:
         """Take the outcome of a `Probe`."""
         known = self._known
         replica, life = probe.life[0], probe.life
@@ -85,7 +86,7 @@ class Suspects:
         # Otherwise something in between refuses, or that connection is about to end.
         return known.detector.answers(replica, known.timeouts.presence, now)
 
-    def _refused(self, life: Life, shard: int, why: str) -> list[Action]:
+    def _refused(self, life: Life, shard: int, why: str) -> list[CoordinatorAction]:
         """Take the report that another host refuses a rank. Something in between may refuse as well while it restarts,
         for all that are behind it. So the rank is lost as soon as a second host takes a connection and the first one
         still refuses; otherwise it is lost when it is missed like a silent one. The last holder of the state is never
@@ -98,7 +99,7 @@ class Suspects:
         hosts = {there.boot: there for there in others if there.boot != self._boot}
         return [*known.suspicions.refused(life, shard, member.ranks[shard], why, hosts.values(), known.ran.seconds)]
 
-    def suspected(self, by: int, suspect: m.Suspect, now: float) -> list[Action]:
+    def suspected(self, by: int, suspect: m.Suspect, now: float) -> list[CoordinatorAction]:
         known = self._known
         replica, life = suspect.replica, (suspect.replica, suspect.incarnation)
         if not known.job.counts(*life) or replica in known.job.finished:
@@ -114,7 +115,7 @@ class Suspects:
             fields["silent"] = True
         return [Log("suspect", fields)] if news else []
 
-    def accuse(self, accusation: Accusation, now: float) -> list[Action]:
+    def accuse(self, accusation: Accusation, now: float) -> list[CoordinatorAction]:
         """Keep the proof that a process has ended. It is sent once, and its sender may end."""
         member = self._known.life(*accusation.life)
         if member is None or accusation.shard >= len(member.ranks) or not self._known.suspicions.accuse(accusation):
@@ -123,11 +124,11 @@ class Suspects:
         fields = {"replica": member.replica, "reason": accusation.why, "by": accusation.by, **how}
         return [Log("suspect", fields), *self.pursue(now)]
 
-    def pursue(self, now: float) -> list[Action]:
+    def pursue(self, now: float) -> list[CoordinatorAction]:
         """Act on proofs where that is possible now. A proof by another member holds unless the accused answers the
         coordinator."""
         known = self._known
-        actions: list[Action] = []
+        actions: list[CoordinatorAction] = []
         for accusation in [] if known.is_early(now) else known.suspicions.accusations():
             member = known.life(*accusation.life)
             if member is None or member.replica in known.job.finished or known.done:
@@ -138,7 +139,7 @@ class Suspects:
                 actions.append(known.suspicions.ask(accusation, member.ranks[accusation.shard], known.ran.seconds))
         return actions
 
-    def _judge(self, accusation: Accusation) -> list[Action]:
+    def _judge(self, accusation: Accusation) -> list[CoordinatorAction]:
         replica = accusation.life[0]
         if not accusation.refuted and self._known.may_hold({replica}):
             return []  # decided later
@@ -148,7 +149,7 @@ class Suspects:
         reason = f"replica {accusation.by} says that it has ended ({accusation.why}), and it answers"
         return [Log("not_removed", {"replica": replica, "reason": reason})]
 
-    def connection_ended(self, by: int, ended: m.Severed, now: float) -> list[Action]:
+    def connection_ended(self, by: int, ended: m.Severed, now: float) -> list[CoordinatorAction]:
         """Take the report that a connection for data has ended, which is no fault of a process that lives."""
         known = self._known
         replica, life = ended.replica, (ended.replica, ended.incarnation)
@@ -159,7 +160,7 @@ class Suspects:
         )
         if member is None or known.is_early(now) or all(view.epoch != ended.epoch for view in known.job.in_force):
             return []  # the sender repeats it; or a new view makes the connection again
-        log: list[Action] = [Log("suspect", {"replica": replica, "reason": ended.reason, "by": by})]
+        log: list[CoordinatorAction] = [Log("suspect", {"replica": replica, "reason": ended.reason, "by": by})]
         told = known.severed.knows(by, replica)
         if not known.severed.said(by, replica, ended.epoch, known.ran.seconds):
             return log if known.blame.complaint(by, replica, known.ran.seconds, ended.reason) else []
@@ -167,7 +168,7 @@ class Suspects:
         probes = [probe for address in there for probe in known.suspicions.sever(life, ended.shard, address)]
         return [*([] if told else log), *probes]
 
-    def reconnect(self) -> list[Action]:
+    def reconnect(self) -> list[CoordinatorAction]:
         """Make a view of the same members, in which the connections that have ended are made again. It gives up a
         change under way, as a loss does."""
         return self._lost.lose({}, proved=True, why=self._known.severed.mend())

@@ -21,10 +21,10 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ftcomm.control.script_end import ScriptEnd
-from ftcomm.control.views import Address, Member
+import msgspec
 
-Life = tuple[int, str]  # (replica, incarnation)
+from ftcomm.control.script_end import ScriptEnd
+from ftcomm.control.views import Address, Life, Member
 
 PAUSE = 1.0  # s between two probes of the same process; less in the beginning
 WITNESSES = 4  # how many hosts are probed when another one refuses
@@ -48,8 +48,7 @@ class ProbeOutcome(enum.Enum):
     UNREACHABLE = "unreachable"
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
+class Probe(msgspec.Struct, frozen=True):
     """Probe the process at `address`, and report the outcome by `probed`. It is about rank `shard` of that life.
 
     With `call`, if it answers and that replica is not connecting yet, tell it there where this coordinator is: it may
@@ -225,7 +224,9 @@ class Suspicions:
             return Conclusion.NOTHING
         if probe.why is Why.WITNESS:
             taken = outcome in (ProbeOutcome.ANSWERED, ProbeOutcome.MUTE)
-            return dataclasses.replace(probe, why=Why.AGAIN, address=refusal.address) if taken else Conclusion.NOTHING
+            return (
+                msgspec.structs.replace(probe, why=Why.AGAIN, address=refusal.address) if taken else Conclusion.NOTHING
+            )
         if outcome is ProbeOutcome.ENDED:
             return Conclusion.ENDED
         return Conclusion.GONE if outcome is ProbeOutcome.REFUSED else Conclusion.NOTHING

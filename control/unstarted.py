@@ -20,7 +20,7 @@ import msgspec
 
 from ftcomm.control import handshake
 from ftcomm.control.dropped import printable
-from ftcomm.control.field_types import MANY, Name, Replica, Shard
+from ftcomm.control.field_types import MANY, Name, ReplicaNumber, Shard
 
 # What a connection to the coordinator is for:
 UNSTARTED = "unstarted"  # a process says why it cannot start
@@ -33,7 +33,7 @@ class NamedRank(msgspec.Struct, frozen=True):
     """A rank as its settings name it. `leader` is where it finds rank 0 of its replica; "" if it is alone, or does not
     know."""
 
-    replica: Replica
+    replica: ReplicaNumber
     shard: Shard
     leader: Name = ""
 

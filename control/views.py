@@ -15,6 +15,8 @@ from msgspec import Meta
 from ftcomm.control import field_types as t
 from ftcomm.control.limits import RANKS
 
+Life = tuple[int, str]  # of a replica: (number, incarnation)
+
 
 class Address(msgspec.Struct, frozen=True):
     """The place at which one rank can be reached: its listening port, and its shared-memory segment for ranks of the
@@ -174,7 +176,7 @@ NO_ADDRESSES = Addresses.of(())
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """A replica in a view. `incarnation` tells a restarted replica from its dead predecessor."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     incarnation: t.Name
     ranks: Addresses
     contributing: bool
@@ -189,7 +191,7 @@ class View(msgspec.Struct, frozen=True):
     step: t.Step | None
     members: Annotated[tuple[Member, ...], t.MANY]  # ascending by replica
     why: t.Text = ""
-    proposal: t.Proposal = 0
+    proposal: t.ProposalNumber = 0
 
     def __post_init__(self) -> None:
         if any(one.replica >= next_.replica for one, next_ in itertools.pairwise(self.members)):

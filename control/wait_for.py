@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+AwaitedT = TypeVar("AwaitedT")
 
 
-async def wait_for(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+async def wait_for(seconds: float, work: Coroutine[Any, Any, AwaitedT]) -> AwaitedT:
     """Does what `asyncio.wait_for` does. Before Python 3.12 that swallows a cancellation that comes just as the work
     ends, so that a caller that cancels and waits for the task would wait for ever. Raises `asyncio.TimeoutError`; the
     work has ended then."""
@@ -25,7 +25,7 @@ async def wait_for(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def _end(task: asyncio.Task[T]) -> None:
+async def _end(task: asyncio.Task[AwaitedT]) -> None:
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():

@@ -42,7 +42,7 @@ from ftcomm.settings.tuning import BUILT_IN, Tuning
 from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import CONNECTIONS, accept, here_is
 from ftcomm.transport.connector import Connector
-from ftcomm.transport.router import ConnectionRouter, Incoming, Receiver
+from ftcomm.transport.router import ConnectionRouter, GroupConnection, Receiver
 
 ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any])  # that the engine makes
 
@@ -124,7 +124,7 @@ class Communicator(Generic[ExchangeT]):
             epoch, member, there, lambda what: dial(self.fields(what, there.nonce, epoch)), lazy=lazy
         )
 
-    def accept(self, call: Incoming) -> None:
+    def accept(self, call: GroupConnection) -> None:
         """Accept a connection from any member, the other end of `reach`."""
         if call.what not in CONNECTIONS or call.instance != self.here.nonce:
             call.sock.close()

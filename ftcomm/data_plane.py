@@ -15,7 +15,7 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
 from ftcomm.errors import FtcommError, RemovedError, TooLateError, TransportError
 from ftcomm.p2p.calls import JobProgressEngine
-from ftcomm.transport.router import P2P, Incoming
+from ftcomm.transport.router import P2P, GroupConnection
 from ftcomm.transport.segment import OtherEngine
 
 log = logging.getLogger("ftcomm")
@@ -143,7 +143,7 @@ class LocalDataPlane:
 
     # -- what the router asks, see `ftcomm.transport.router.Receiver` --------------------------------------------------
 
-    def take(self, call: Incoming) -> bool:
+    def take(self, call: GroupConnection) -> bool:
         if call.what == P2P:
             self._p2p.incoming(call)
         else:

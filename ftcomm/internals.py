@@ -17,10 +17,11 @@ from ftcomm.process.own import own_process
 if TYPE_CHECKING:
     from ftcomm.control import handshake
     from ftcomm.control.agent import Agent
+    from ftcomm.control.incoming import Handler
     from ftcomm.control.sealed import Channel
     from ftcomm.control.views import Address, View
     from ftcomm.settings import Settings
-    from ftcomm.transport.router import ConnectionRouter, Handler
+    from ftcomm.transport.router import ConnectionRouter
 
 
 class OpenLoop(Protocol):

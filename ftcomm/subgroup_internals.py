@@ -37,8 +37,8 @@ from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostEngine
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError, fresh
 from ftcomm.membership.derived import (
-    Action,
     AskMember,
+    DerivedAction,
     DerivedMembership,
     FailGroup,
     Left,
@@ -52,8 +52,8 @@ from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.process.joining import join
 from ftcomm.process.own import own_process
 from ftcomm.recorder.layout import GroupKind
-from ftcomm.transport.base import Lost
-from ftcomm.transport.router import ASK, ENTERED, P2P, PURPOSE, Incoming
+from ftcomm.transport.base import OnLost
+from ftcomm.transport.router import ASK, ENTERED, P2P, PURPOSE, GroupConnection
 from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _SEND = 2.0  # s for an answer to be taken
 PARTING = 2.0  # s for others to enter the view that this member leaves
 _MEND = "close it here, too, and make a new one"
 
-Dial = Callable[[Address, str, handshake.Fields, float], Connection]
+DialAddress = Callable[[Address, str, handshake.Fields, float], Connection]
 
 FRAMES: Framing[SubgroupProgress | Left] = Framing(SubgroupProgress | Left, wire.MAX_MESSAGE)
 
@@ -88,9 +88,9 @@ class SubgroupInternals:
         name: str,
         replicas: Collection[int],
         *,
-        dial: Dial,
+        dial: DialAddress,
         on_stall: Callable[[Stall], None],
-        on_lost: Lost,
+        on_lost: OnLost,
         on_failed: Callable[[BaseException], None],
         on_divergence: Callable[[Divergence], None],
     ) -> None:
@@ -138,7 +138,7 @@ class SubgroupInternals:
         self._waiting = 0  # threads of the user that wait for a view
         self._ended: dict[int, tuple[int, str]] = {}  # in which epoch the connection with a member has ended, and why
         # The thread alone uses the rest.
-        self._events: queue.SimpleQueue[Callable[[], list[Action]]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], list[DerivedAction]]] = queue.SimpleQueue()
         self._stopping = False
         self._warned = 0  # epoch
         self._thread = threading.Thread(target=self._drive, name=f"ftcomm-subgroup-{name}", daemon=True)
@@ -319,7 +319,7 @@ class SubgroupInternals:
         finally:
             self._communicator.connector.forget()
 
-    def _next(self) -> list[Action]:
+    def _next(self) -> list[DerivedAction]:
         """Block until something happens; returns what is to be done then."""
         due = self._membership.due()
         wait = _WAKE_AGAIN if self._stopping else None if due == float("inf") else max(0.0, due - time.monotonic())
@@ -334,7 +334,7 @@ class SubgroupInternals:
             self._changed.notify_all()
             return actions
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: list[DerivedAction]) -> None:
         for action in actions:
             match action:
                 case Freeze(view):
@@ -363,7 +363,7 @@ class SubgroupInternals:
                 case FailGroup(replica, ops):
                     self.fail(FtcommError(f"{self}: replica {replica} has closed the group after {ops} ops; {_MEND}"))
 
-    def _say(self, happens: Callable[..., list[Action]], *what: Any) -> None:
+    def _say(self, happens: Callable[..., list[DerivedAction]], *what: Any) -> None:
         """Tell the thread that something has happened. Any thread."""
         self._events.put(lambda: happens(*what, time.monotonic()))
 
@@ -380,7 +380,7 @@ class SubgroupInternals:
         self._stopping = True
         self.exchange.freeze(lambda: self._say(self._quiesced, view.epoch))
 
-    def _quiesced(self, epoch: int, now: float) -> list[Action]:
+    def _quiesced(self, epoch: int, now: float) -> list[DerivedAction]:
         self._stopping = False
         return list(self._membership.quiesced(epoch, self.exchange.progress(), now))
 
@@ -404,7 +404,7 @@ class SubgroupInternals:
             else:
                 self._say(self._left, epoch, replica, said)
 
-    def _left(self, epoch: int, replica: int, said: Left, now: float) -> list[Action]:
+    def _left(self, epoch: int, replica: int, said: Left, now: float) -> list[DerivedAction]:
         exchange = self.exchange
         return self._membership.left(epoch, replica, said, exchange.returned, exchange.issued, now)
 
@@ -438,7 +438,7 @@ class SubgroupInternals:
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    def take(self, call: Incoming) -> bool:
+    def take(self, call: GroupConnection) -> bool:
         """See `ftcomm.transport.router.Receiver`, also for the other methods that it has."""
         if call.member not in self._membership.among:
             call.sock.close()
@@ -450,7 +450,7 @@ class SubgroupInternals:
             self._communicator.accept(call)
         return True
 
-    def _meets(self, call: Incoming) -> bool:
+    def _meets(self, call: GroupConnection) -> bool:
         with self._lock:
             if not self._membership.accepts(call):
                 return False
@@ -481,7 +481,7 @@ class SubgroupInternals:
         self._on_stall(stall)
 
 
-def _answer(call: Incoming, account: SubgroupProgress | None) -> None:
+def _answer(call: GroupConnection, account: SubgroupProgress | None) -> None:
     with contextlib.suppress(OSError), call.sock as sock:
         if account is not None:
             sock.settimeout(_SEND)

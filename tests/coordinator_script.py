@@ -9,7 +9,7 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
-from ftcomm.control.coordinator_actions import Action, Done, Persist, Send, Unfit
+from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Persist, Send, Unfit
 from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, View
@@ -49,7 +49,7 @@ class Script:
         self.lifetime += 1
         self.coordinator = Coordinator(self.replicas, 1, TIMEOUTS, list(self.views), now=0.0, lifetime=self.lifetime)
 
-    def do(self, actions: list[Action]) -> None:
+    def do(self, actions: list[CoordinatorAction]) -> None:
         for action in actions:
             if isinstance(action, Persist):
                 self.views.append(action.view)

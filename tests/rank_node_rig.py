@@ -7,7 +7,7 @@ from typing import Any
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.joined import Action, Joined
+from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.timeouts import Timeouts
@@ -47,28 +47,28 @@ class Process:
         actions = result if self.joined is None else self.joined.carry(result)
         return [n.Up(action.message) if isinstance(action, ToCoordinator) else action for action in actions]
 
-    def up_opened(self) -> list[Action]:
+    def up_opened(self) -> list[InProcessAction]:
         return self._done(self.rank.up_opened() if self.joined is None else self.leader.opened())
 
-    def up_lost(self, reason: str, **how: bool) -> list[Action]:
+    def up_lost(self, reason: str, **how: bool) -> list[InProcessAction]:
         return self._done(self.rank.up_lost(reason, **how) if self.joined is None else self.leader.lost())
 
-    def from_up(self, message: m.Message) -> list[Action]:
+    def from_up(self, message: m.Message) -> list[InProcessAction]:
         told = self.rank.from_up if self.joined is None else self.leader.from_coordinator
         return self._done(told(message))
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[InProcessAction]:
         if self.joined is None:
             return [*self.rank.beat(now), *self.rank.tick(now)]
         return self._done(self.joined.tick(now))
 
-    def from_rank(self, shard: int, message: m.Message, now: float) -> list[Action]:
+    def from_rank(self, shard: int, message: m.Message, now: float) -> list[InProcessAction]:
         return self._done(self.leader.from_rank(shard, message, now))
 
-    def rank_acknowledged(self, shard: int, at: float) -> list[Action]:
+    def rank_acknowledged(self, shard: int, at: float) -> list[InProcessAction]:
         return self._done(self.leader.rank_acknowledged(shard, at))
 
-    def rank_refused(self, shard: int, reason: str) -> list[Action]:
+    def rank_refused(self, shard: int, reason: str) -> list[InProcessAction]:
         return self._done(self.leader.rank_refused(shard, reason))
 
 
@@ -85,7 +85,7 @@ def running(replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0
     return node
 
 
-def change(node: Process, to: View) -> list[Action]:
+def change(node: Process, to: View) -> list[InProcessAction]:
     """The view, told, installed and resumed."""
     actions = node.from_up(m.NewView(to))
     assert act.Freeze(to) in actions
@@ -99,11 +99,11 @@ def change(node: Process, to: View) -> list[Action]:
     return actions + node.resumed(to)
 
 
-def said(actions: list[Action], kind: type) -> list[m.Message]:
+def said(actions: list[InProcessAction], kind: type) -> list[m.Message]:
     return [action.message for action in actions if isinstance(action, n.Up) and isinstance(action.message, kind)]
 
 
-def ticks(node: Process, start: float, seconds: float, alive: tuple[int, ...]) -> list[Action]:
+def ticks(node: Process, start: float, seconds: float, alive: tuple[int, ...]) -> list[InProcessAction]:
     """Time passes, with signs of life of `alive`."""
     actions = []
     for tick in range(int(seconds)):

@@ -19,7 +19,14 @@ import msgspec
 
 from ftcomm.bench.harness import INTS, BenchReport, Column, Experiment, Table, option
 from ftcomm.bench.job import Observer, observed
-from ftcomm.bench.research.convergence_rank import WAIT_TIMEOUT, Built, FinalState, Record, Settled, Validated
+from ftcomm.bench.research.convergence_rank import (
+    WAIT_TIMEOUT,
+    Built,
+    ConvergenceRecord,
+    FinalState,
+    Settled,
+    Validated,
+)
 from ftcomm.errors import SettingsError
 from ftcomm.training import Verdict
 
@@ -128,7 +135,9 @@ def compare(runs: Sequence[Run], reference: str = UNDISTURBED) -> list[Compariso
     return found
 
 
-def summary(records: Sequence[Record], replicas: int, ranks: int, steps: int, windows: int, **other: Any) -> Run:
+def summary(
+    records: Sequence[ConvergenceRecord], replicas: int, ranks: int, steps: int, windows: int, **other: Any
+) -> Run:
     """Returns what the ranks wrote down, as a `Run`. Pure."""
     settled = [record for record in records if isinstance(record, Settled)]
     outcomes: dict[int, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
@@ -153,7 +162,7 @@ def summary(records: Sequence[Record], replicas: int, ranks: int, steps: int, wi
     )
 
 
-def curve(records: Sequence[Record], windows: int) -> list[tuple[int, float]]:
+def curve(records: Sequence[ConvergenceRecord], windows: int) -> list[tuple[int, float]]:
     """Returns (step, loss) where the shares of all who were to take one are there: none was killed just then. Pure."""
     shares: dict[int, list[Validated]] = defaultdict(list)
     for record in records:
@@ -218,7 +227,7 @@ async def train(
     # A replica that was not killed is not restarted; the times are long, so that only those are lost that are.
     options: dict[str, Any] = dict(max_restarts=kills, min_replicas=replicas, op_timeout=240.0, heartbeat_timeout=30.0)
     options |= {"env": {"FTCOMM_INIT_TIMEOUT": str(WAIT_TIMEOUT)}, "ranks_per_replica": ranks}
-    async with observed(function, made, Record, replicas, **options) as job:
+    async with observed(function, made, ConvergenceRecord, replicas, **options) as job:
         follower = Follower(job)
         killed_at = await disturb(follower)
         await follower.end(request.steps, progress)
@@ -240,7 +249,7 @@ async def train(
 class Follower:
     """Reads what the ranks of a running training write down, and gives up if nothing happens for long."""
 
-    def __init__(self, job: Observer[Record]) -> None:
+    def __init__(self, job: Observer[ConvergenceRecord]) -> None:
         self.job = job
         self.last: Settled | None = None  # of the newest step
         self.short = -1  # newest step that not all have contributed to
@@ -266,7 +275,7 @@ class Follower:
 
         await self.until("the training had ended", ended)
 
-    def _saw(self, record: Record) -> None:
+    def _saw(self, record: ConvergenceRecord) -> None:
         if isinstance(record, Settled) and (self.last is None or record.step > self.last.step):
             if self.last is not None and self.last.step == record.step - 1:
                 self._lengths.append(record.at - self.last.at)

@@ -71,7 +71,7 @@ class FinalState(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
-Record = Built | Settled | Validated | FinalState
+ConvergenceRecord = Built | Settled | Validated | FinalState
 
 
 class RankRecords:

@@ -106,7 +106,7 @@ def _newest(name: str) -> Path:
     return path
 
 
-class Check(msgspec.Struct, frozen=True):
+class PaperFigure(msgspec.Struct, frozen=True):
     """A figure of the paper."""
 
     pipeline: str
@@ -137,7 +137,7 @@ class FleetRow(msgspec.Struct, frozen=True):
     count: float  # failures in a history, on average
 
 
-def check_paper(seeds: int = 20) -> list[Check]:
+def check_paper(seeds: int = 20) -> list[PaperFigure]:
     """The figures of the paper, from its constants."""
     from ftcomm.bench.research.fleet_events import Fleet, at_random, evenly
 
@@ -146,7 +146,7 @@ def check_paper(seeds: int = 20) -> list[Check]:
     for pipeline in (restart(PAPER_GPUS), ft_hsdp(PAPER_REPLICAS)):
         whole = Fleet(pipeline, evenly(interval, PAPER_REPLICAS)).run(interval * PAPER_REPLICAS * 10)
         shares = [Fleet(pipeline, at_random(interval, seed)).run(7 * DAY) for seed in range(seeds)]
-        found.append(Check(pipeline.name, PAPER[pipeline.name], whole, float(np.mean(shares))))
+        found.append(PaperFigure(pipeline.name, PAPER[pipeline.name], whole, float(np.mean(shares))))
     return found
 
 
@@ -197,7 +197,7 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float]:
 # -- for the terminal --------------------------------------------------------------------------------------------------
 
 
-def check_lines(checks: Sequence[Check]) -> list[str]:
+def check_lines(checks: Sequence[PaperFigure]) -> list[str]:
     lines = ["# the paper's figures from the paper's constants, by the same events as what follows:"]
     for check in checks:
         verdict = "OK" if check.good else "FAILED"

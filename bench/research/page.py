@@ -452,7 +452,7 @@ def _draw_allreduce(data: Mapping[str, Any], path: Path) -> None:
 def _draw_recovery(data: Mapping[str, Any], path: Path) -> None:
     from ftcomm.bench import recovery
 
-    events = msgspec.convert(data["events"], list[recovery.Event], str_keys=True)
+    events = msgspec.convert(data["events"], list[recovery.RecoveryEvent], str_keys=True)
     recovery.draw(events, recovery.RecoveryRequest(**data["request"]), data["header"], path)
 
 

@@ -15,7 +15,7 @@ from ftcomm.errors import StateError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Layout = tuple[tuple[int, ...], tuple[str, ...], str]  # shape of the whole, placements, the mesh's dimensions
+DTensorLayout = tuple[tuple[int, ...], tuple[str, ...], str]  # shape of the whole, placements, the mesh's dimensions
 
 
 def is_spread(tensor: Any) -> bool:
@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if is_spread(tensor) else tensor.detach()
 
 
-def layout(tensor: Any) -> Layout | None:
+def layout(tensor: Any) -> DTensorLayout | None:
     """Returns how a tensor is spread; None for a plain one. The number of replicas, which changes, is not in it."""
     if not is_spread(tensor):
         return None
@@ -56,7 +56,7 @@ class Meshes:
             if (how := layout(tensor)) is not None:
                 self._known.setdefault(how[1:], tensor)
 
-    def whole(self, part: Tensor, how: Layout) -> Tensor:
+    def whole(self, part: Tensor, how: DTensorLayout) -> Tensor:
         """Returns the whole tensor for a local part. Raises `StateError` if no tensor here is spread like that."""
         like = self._known.get(how[1:])
         if like is None:

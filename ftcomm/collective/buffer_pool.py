@@ -6,13 +6,11 @@ used memory a third longer.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-LIMIT = 32 << 20  # idle bytes of a process, about a bucket of gradients
+from ftcomm.arrays.flat import Bytes
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+LIMIT = 32 << 20  # idle bytes of a process, about a bucket of gradients
 
 _idle: list[Bytes] = []  # each operation on it is atomic
 

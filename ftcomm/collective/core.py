@@ -32,7 +32,7 @@ from ftcomm.collective.watchdog import Stall
 from ftcomm.control.messages import Progress
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.sync.futex import Waiter
-from ftcomm.transport.base import Lost, MirrorWriter, Peer, Poller
+from ftcomm.transport.base import MirrorWriter, OnLost, Peer, Poller
 from ftcomm.transport.segment import Segment
 
 
@@ -69,7 +69,7 @@ class ExchangeCore:
         waiter: Waiter,
         reducer: Reducer,
         *,
-        on_lost: Lost,
+        on_lost: OnLost,
         on_divergence: Callable[[Divergence], None] | None = None,
         poller: Callable[[Collection[Peer]], Poller | None] = _no_poller,
         mutex: contextlib.AbstractContextManager[object] | None = None,

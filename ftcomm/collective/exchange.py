@@ -29,7 +29,7 @@ from ftcomm.process.own import own_process
 from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings.tuning import Tuning
 from ftcomm.sync.sched import cores
-from ftcomm.transport.base import Lost, MirrorWriter, Peer
+from ftcomm.transport.base import MirrorWriter, OnLost, Peer
 from ftcomm.transport.segment import ASLEEP, SLOTS, Segment
 
 # Rounds of polling and yielding before a sleep, from which a member answers much later. Without the yield two members
@@ -66,7 +66,7 @@ class Exchange(GroupExchange[Operation]):
         deadline_ceiling: float,
         give_up: float,
         on_stall: Callable[[Stall], None],
-        on_lost: Lost = lambda replica, epoch, reason: None,
+        on_lost: OnLost = lambda replica, epoch, reason: None,
         on_failed: Callable[[BaseException], None] = lambda error: None,
         on_divergence: Callable[[Divergence], None] | None = None,
         ranks_per_replica: int = 1,

@@ -14,7 +14,7 @@ from ftcomm.control.limits import IN_FLIGHT
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
 from ftcomm.errors import ArgumentError, CollectiveTimeout, LostError, MismatchError
 
-Op = TypeVar("Op", bound=Operation)
+OpT = TypeVar("OpT", bound=Operation)
 
 
 class Resumed(NamedTuple):
@@ -27,12 +27,12 @@ class Resumed(NamedTuple):
     resent: int = 0  # their bytes, which a neighbour may get again; SLOTS x SPAN at most, see below
 
 
-class Inflight(Generic[Op]):
+class Inflight(Generic[OpT]):
     """The ops in flight. Threads may `add` (one at a time) and `wait_all` while a driver returns ops; while it runs,
     they may call nothing else."""
 
     def __init__(self) -> None:
-        self.ops: deque[Op] = deque()
+        self.ops: deque[OpT] = deque()
         self.returned = 0
         self.issued = 0
         self.common: Contributors | None = None  # contributors to every chunk that was reduced since the reset
@@ -40,7 +40,7 @@ class Inflight(Generic[Op]):
         # not, as the next view comes, learns of them only here.
         self._failed: dict[int, FailedOp] = {}
 
-    def add(self, op: Op) -> None:
+    def add(self, op: OpT) -> None:
         """Add an op. Raises `ArgumentError` if no message could describe so many: a change of view would never end."""
         ops, number = self.ops, self.issued
         if ops and len(ops) >= IN_FLIGHT:  # nearly every op finds none

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Generic, NamedTuple
 
 from ftcomm.collective.chunks import Contributors
-from ftcomm.collective.inflight import Inflight, Op, Resumed
+from ftcomm.collective.inflight import Inflight, OpT, Resumed
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
@@ -30,12 +30,12 @@ class Entered(NamedTuple):
     error: FtcommError | None = None  # why this member cannot go on in that view
 
 
-class GroupMember(Generic[Op]):
+class GroupMember(Generic[OpT]):
     """Frozen until the first `enter`. It has no thread and no clock, and waits for nothing."""
 
     def __init__(self, replica: int, watch: Watchdog) -> None:
         self.replica, self.watch = replica, watch
-        self.inflight: Inflight[Op] = Inflight()
+        self.inflight: Inflight[OpT] = Inflight()
         self.rosters = RosterTracker()
         self.view: GroupView | None = None  # None: has never been in one
         self.peers: dict[int, Peer] = {}
@@ -102,7 +102,7 @@ class GroupMember(Generic[Op]):
         self.frozen = False
         return Entered(resumed, error)
 
-    def _record(self, view: GroupView, ops: Collection[Op]) -> None:
+    def _record(self, view: GroupView, ops: Collection[OpT]) -> None:
         """Record the view that is entered, and what has become of the ops that were in flight."""
         recorder, now = self.watch.recorder, self.watch.clock()
         transports = {replica: peer.transport for replica, peer in self.peers.items()}
@@ -140,28 +140,28 @@ class GroupMember(Generic[Op]):
         self.watch.wait = None
 
 
-class GroupExchange(ABC, Generic[Op]):
+class GroupExchange(ABC, Generic[OpT]):
     """The collectives of one member of a group. Frozen until the first `resume`; ops submitted before wait for it.
 
     `changed` is told when a view was entered, and at the end; with its lock transitions are guarded.
     """
 
-    def __init__(self, member: GroupMember[Op], changed: threading.Condition) -> None:
+    def __init__(self, member: GroupMember[OpT], changed: threading.Condition) -> None:
         self.replica = member.replica
         self.member, self._changed = member, changed
 
     # -- the caller's side: any thread -------------------------------------------------------------------------------
 
     @abstractmethod
-    def submit(self, op: Op) -> None:
+    def submit(self, op: OpT) -> None:
         """Enqueue `op`. Does not block. If the engine has failed, `op.error` is set at once."""
 
     @abstractmethod
-    def run(self, op: Op) -> None:
+    def run(self, op: OpT) -> None:
         """Enqueue `op`, and return when the caller may use its array. The outcome is in `op.error`."""
 
     @abstractmethod
-    def wait(self, op: Op, timeout: float | None = None) -> bool:
+    def wait(self, op: OpT, timeout: float | None = None) -> bool:
         """Block until the caller may use the array of `op`; False if `timeout` seconds pass before. Any thread."""
 
     @abstractmethod

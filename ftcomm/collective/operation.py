@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.collective.buffer_pool import Bytes, acquire, release
+from ftcomm.arrays.flat import Bytes
+from ftcomm.collective.buffer_pool import acquire, release
 from ftcomm.collective.chunks import Contributors, chunk_count, spans
 from ftcomm.collective.compression import FP8, unsupported_compression, widest
 from ftcomm.collective.plan import GroupView

@@ -24,8 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 import ftcomm
+from ftcomm.control.messages import Event
 from ftcomm.demo.kill import Kill, kill_in_mid_op
-from ftcomm.demo.story import Event, Story, named
+from ftcomm.demo.story import Story, named
 from ftcomm.errors import FtcommError
 from ftcomm.launch import Launcher, RunOptions, run
 from ftcomm.launch.listen import LOOPBACK, Listen

@@ -6,14 +6,12 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from typing import Any
 
+from ftcomm.control.messages import Event
 from ftcomm.demo.kill import Kill
 from ftcomm.launch.event_text import counted, replicas
 from ftcomm.monitoring.interruptions import Interruption
 from ftcomm.recorder.reader import Recording
-
-Event = dict[str, Any]
 
 
 @dataclasses.dataclass

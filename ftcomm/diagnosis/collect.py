@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from ftcomm.diagnosis import processes, stacks
-from ftcomm.diagnosis.connections import Connection, connections, links
+from ftcomm.diagnosis.connections import TcpConnection, connections, links
 from ftcomm.diagnosis.facts import (
     COORDINATOR,
     JobFacts,
@@ -200,7 +200,7 @@ def _pairs(ranks: Iterable[RankFacts]) -> set[tuple[Rank, Rank]]:
     return {(rank.rank, wait.rank) for rank in ranks for each in rank.inside for wait in each.waits}
 
 
-def _sides(place: JobPlace, pids: Mapping[Rank, int]) -> dict[Rank, list[Connection]]:
+def _sides(place: JobPlace, pids: Mapping[Rank, int]) -> dict[Rank, list[TcpConnection]]:
     """Returns the connections of the ranks, and of the coordinator."""
     owners = {rank: (pid, "") for rank, pid in pids.items()}
     if place.coordinator:

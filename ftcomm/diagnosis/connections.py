@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ftcomm.diagnosis.facts import LinkFacts, Rank
 
-Endpoint = tuple[str, int]
+TcpEndpoint = tuple[str, int]
 
 _NETLINK_SOCK_DIAG, _BY_FAMILY = 4, 20
 _DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
@@ -38,11 +38,11 @@ _MOST = 1 << 16  # sockets of a network
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Connection(NamedTuple):
+class TcpConnection(NamedTuple):
     """One side of a connection: segments and bytes since it was made."""
 
-    local: Endpoint
-    remote: Endpoint
+    local: TcpEndpoint
+    remote: TcpEndpoint
     waiting: int  # bytes that are not acknowledged
     retries: int  # of the oldest segment
     acknowledged: int  # bytes
@@ -51,7 +51,7 @@ class Connection(NamedTuple):
     heard: float  # s since data came last
 
 
-def connections(owners: Mapping[Rank, tuple[int, str]]) -> dict[Rank, list[Connection]]:
+def connections(owners: Mapping[Rank, tuple[int, str]]) -> dict[Rank, list[TcpConnection]]:
     """Returns the connections of processes of this user: for each its pid, and the path of the network namespace that
     they are in; "" for its own. Empty for those that cannot be read. A namespace is looked at once."""
     networks: dict[tuple[int, int], tuple[str, dict[int, Rank]]] = {}
@@ -61,7 +61,7 @@ def connections(owners: Mapping[Rank, tuple[int, str]]) -> dict[Rank, list[Conne
             seen = os.stat(path)
             inodes = networks.setdefault((seen.st_dev, seen.st_ino), (path, {}))[1]
             inodes.update(dict.fromkeys(_sockets(pid), rank))
-    found: dict[Rank, list[Connection]] = {rank: [] for rank in owners}
+    found: dict[Rank, list[TcpConnection]] = {rank: [] for rank in owners}
     for path, inodes in networks.values():
         with contextlib.suppress(OSError):
             here = os.path.samefile(path, "/proc/thread-self/ns/net")  # threads may be in several
@@ -71,7 +71,7 @@ def connections(owners: Mapping[Rank, tuple[int, str]]) -> dict[Rank, list[Conne
 
 
 def links(
-    sides: Mapping[Rank, list[Connection]], before: Mapping[Rank, list[Connection]], seconds: float
+    sides: Mapping[Rank, list[TcpConnection]], before: Mapping[Rank, list[TcpConnection]], seconds: float
 ) -> tuple[LinkFacts, ...]:
     """Returns the links between ranks whose connections are known on both sides; `before` are those of some `seconds`
     earlier. Pure."""
@@ -112,9 +112,9 @@ def _sockets(pid: int) -> set[int]:
     return found
 
 
-def _inside(path: str, wanted: Container[int]) -> list[tuple[int, Connection]]:
+def _inside(path: str, wanted: Container[int]) -> list[tuple[int, TcpConnection]]:
     """Look from a thread of its own, which alone goes into the other network."""
-    found: list[tuple[int, Connection]] = []
+    found: list[tuple[int, TcpConnection]] = []
 
     def look() -> None:
         with contextlib.suppress(OSError):
@@ -131,10 +131,10 @@ def _inside(path: str, wanted: Container[int]) -> list[tuple[int, Connection]]:
     return list(found)
 
 
-def _dump(wanted: Container[int]) -> list[tuple[int, Connection]]:
+def _dump(wanted: Container[int]) -> list[tuple[int, TcpConnection]]:
     """Returns the inode and the connection of each socket that is `wanted`, of this thread's network. Raises
     `OSError`."""
-    found: list[tuple[int, Connection]] = []
+    found: list[tuple[int, TcpConnection]] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as asked:
         asked.settimeout(_KERNEL_TIMEOUT)
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -145,7 +145,7 @@ def _dump(wanted: Container[int]) -> list[tuple[int, Connection]]:
     return found
 
 
-def _take(data: bytes, found: list[tuple[int, Connection]], wanted: Container[int]) -> bool:
+def _take(data: bytes, found: list[tuple[int, TcpConnection]], wanted: Container[int]) -> bool:
     """Whether more is to come behind these messages; connections that are `wanted` are added to `found`."""
     at = 0
     while at + _HEADER.size <= len(data):
@@ -159,7 +159,7 @@ def _take(data: bytes, found: list[tuple[int, Connection]], wanted: Container[in
     return True
 
 
-def _parse(message: bytes) -> Connection | None:
+def _parse(message: bytes) -> TcpConnection | None:
     if len(message) < _MESSAGE.size:
         return None
     family, _, _, _, sport, dport, source, target, _, _, waiting, _, _ = _MESSAGE.unpack_from(message)
@@ -175,7 +175,7 @@ def _parse(message: bytes) -> Connection | None:
             (heard,) = struct.unpack_from("=I", info, _HEARD)  # ms
             local = _address(family, source), int.from_bytes(sport, "big")
             remote = _address(family, target), int.from_bytes(dport, "big")
-            return Connection(local, remote, waiting, info[_RETRANSMITS], acknowledged, sent, received, heard / 1e3)
+            return TcpConnection(local, remote, waiting, info[_RETRANSMITS], acknowledged, sent, received, heard / 1e3)
         at += (length + 3) & ~3
     return None
 

@@ -23,7 +23,7 @@ class WaitFacts(msgspec.Struct, frozen=True):
     seconds: float
 
 
-Call = tuple[str, int, int]  # what is alike for all that are in the same op, or the same phase
+CallKey = tuple[str, int, int]  # what is alike for all that are in the same op, or the same phase
 
 
 class OpFacts(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class OpFacts(msgspec.Struct, frozen=True):
     any_ends = False  # all have to come
 
     @property
-    def same(self) -> Call:
+    def same(self) -> CallKey:
         return self.group, self.column, self.number
 
     @property
@@ -80,7 +80,7 @@ class PhaseFacts(msgspec.Struct, frozen=True):
     waits: tuple[WaitFacts, ...] = ()
 
     @property
-    def same(self) -> Call:
+    def same(self) -> CallKey:
         return f"{self.kind} {self.group}", 0, self.number
 
     @property

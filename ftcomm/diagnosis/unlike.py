@@ -9,7 +9,7 @@ from ftcomm.diagnosis.facts import OpFacts, Rank, RankFacts
 
 RECENT = 10.0  # s
 
-Calls = Mapping[Rank, OpFacts]
+OpsByRank = Mapping[Rank, OpFacts]
 
 
 class Unlike(NamedTuple):
@@ -45,13 +45,13 @@ def unlike(ranks: Iterable[RankFacts]) -> Unlike | None:
     )
 
 
-def _differ(made: Calls) -> bool:
+def _differ(made: OpsByRank) -> bool:
     going = any(op.open for op in made.values())
     failed = any(op.failed and op.age < RECENT for op in made.values())
     return (going or failed) and len({op.what for op in made.values()}) > 1
 
 
-def _crossed(made: Calls, other: Calls) -> bool:
+def _crossed(made: OpsByRank, other: OpsByRank) -> bool:
     """Whether what one member has called as this op is what another member has called as the `other` op, and the
     reverse as far as both were called: who waits in its first call has not come to the second."""
     for a, first in made.items():

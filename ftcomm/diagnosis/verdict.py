@@ -17,7 +17,7 @@ import msgspec
 
 from ftcomm.control.decode import learn
 from ftcomm.diagnosis.causes import StallCause, remedy
-from ftcomm.diagnosis.facts import COORDINATOR, Call, JobFacts, LinkFacts, OpFacts, PhaseFacts, Rank, RankFacts
+from ftcomm.diagnosis.facts import COORDINATOR, CallKey, JobFacts, LinkFacts, OpFacts, PhaseFacts, Rank, RankFacts
 from ftcomm.diagnosis.frames import doing, of_script
 from ftcomm.diagnosis.text import called_at, clock, duration, ranks_named, sentence
 from ftcomm.diagnosis.unlike import Unlike, unlike
@@ -84,7 +84,7 @@ class _Edge(msgspec.Struct, frozen=True):
     seconds: float
 
     @property
-    def same(self) -> Call:
+    def same(self) -> CallKey:
         return self.op.same
 
     @property

@@ -7,12 +7,12 @@ from typing import Literal
 
 import msgspec
 
-Verdict = Literal["ok", "note", "wrong"]  # note: works, and something better is to be had; wrong: will not work
+Grade = Literal["ok", "note", "wrong"]  # note: works, and something better is to be had; wrong: will not work
 
 
 class Finding(msgspec.Struct, frozen=True):
     name: str
-    verdict: Verdict
+    verdict: Grade
     said: str  # what was looked at, and what was there
     mend: str = ""  # what to type; every "wrong" has one
 

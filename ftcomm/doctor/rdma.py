@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftcomm.doctor.check import Finding, Verdict
+from ftcomm.doctor.check import Finding, Grade
 from ftcomm.errors import TransportError
 from ftcomm.transport.nixl import library as nixl_library
 from ftcomm.transport.nixl.context import rails
@@ -27,7 +27,7 @@ def library() -> list[Finding]:
     try:
         library = nixl_library.load()
     except nixl_library.NixlMissing as error:
-        verdict: Verdict = "wrong" if wanted(os.environ) or rdma_devices() else "note"
+        verdict: Grade = "wrong" if wanted(os.environ) or rdma_devices() else "note"
         return [
             Finding(
                 "nixl",

@@ -11,7 +11,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
 from ftcomm.p2p.slots import Slots
 from ftcomm.recorder.recorder import GroupRecorder
-from ftcomm.transport.base import Lost, Peer
+from ftcomm.transport.base import OnLost, Peer
 from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ftcomm.arrays.flat import Flat
 
 Finish = Callable[[], Any]  # see `ftcomm.arrays.Staged`
-ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any], covariant=True)
+ExchangeT_co = TypeVar("ExchangeT_co", bound=GroupExchange[Any], covariant=True)
 
 
 class CollectiveCall(NamedTuple):
@@ -81,11 +81,11 @@ class Events(NamedTuple):
 
     on_stall: Callable[[Stall], None]
     on_failed: Callable[[BaseException], None]
-    on_lost: Lost
+    on_lost: OnLost
     on_divergence: Callable[[Divergence], None]
 
 
-class GroupEngine(CallEngine, Protocol[ExchangeT]):
+class GroupEngine(CallEngine, Protocol[ExchangeT_co]):
     """The engine of a group. It has this rank's memory, and makes the exchange that drives the ops; `close` gives the
     memory back."""
 
@@ -97,7 +97,7 @@ class GroupEngine(CallEngine, Protocol[ExchangeT]):
     def arithmetic(self) -> str:
         """Names how this engine computes: members where it is equal reduce to the same bits. "" is equal to nothing."""
 
-    def exchange(self, events: Events, recorder: GroupRecorder) -> ExchangeT:
+    def exchange(self, events: Events, recorder: GroupRecorder) -> ExchangeT_co:
         """Makes the exchange that runs its ops, once, and lets `recorder` record them."""
 
     def warm(self) -> None:

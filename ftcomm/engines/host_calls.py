@@ -9,12 +9,11 @@ import numpy as np
 from ftcomm.arrays import stage
 from ftcomm.arrays.flat import to_read, to_write
 from ftcomm.collective import schedule
+from ftcomm.collective.algorithms.base import Array
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.engines.base import CollectiveCall, Finish, ReducingGroup
 from ftcomm.transport.segment import CHUNK, slot_payload
-
-Array = np.ndarray[Any, Any]
 
 
 class HostCalls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from ftcomm.control.messages import Event
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.errors import FtcommError
 from ftcomm.launch.admin import protocol
@@ -12,7 +13,6 @@ from ftcomm.launch.admin.server import AdminServer
 from ftcomm.launch.monitor import MonitorLoop
 from ftcomm.launch.rundir import SocketDir
 from ftcomm.monitoring.history import HistoryWriter
-from ftcomm.monitoring.interruptions import Event
 from ftcomm.monitoring.job import JobMonitor
 
 SCRIPT = "(started elsewhere)"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ftcomm.control.messages import Event
 from ftcomm.launch.job_state import JobState
 from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.places import Places
 from ftcomm.launch.removed_replicas import RemovedReplicas
 from ftcomm.launch.replica_processes import ReplicaProcesses
-from ftcomm.launch.report import Event
 from ftcomm.launch.shutdown import Shutdown
 
 

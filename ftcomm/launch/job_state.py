@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ftcomm.control.messages import Event
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.policy import State
 from ftcomm.launch.replica_processes import ReplicaProcesses
-from ftcomm.launch.report import Event
 
 
 class JobState:

@@ -14,7 +14,7 @@ import msgspec
 from ftcomm.control import field_types as t
 from ftcomm.control.decode import decode_with, learn
 from ftcomm.control.messages import Message
-from ftcomm.control.script_end import ScriptEnd, Status
+from ftcomm.control.script_end import ExitStatus, ScriptEnd
 from ftcomm.launch.policy import State
 
 LAUNCHER = "launcher"  # the purpose of their connections
@@ -35,7 +35,7 @@ class TurnedAway(Message, frozen=True):
 class ReplicaIs(Message, frozen=True):
     """A replica has come to a state, in its start number `starts`."""
 
-    replica: t.Replica
+    replica: t.ReplicaNumber
     state: State
     starts: t.Step
 
@@ -47,24 +47,24 @@ class JobIsLost(Message, frozen=True):
 class RankFailed(Message, frozen=True):
     """A rank of a replica has exited with `code`, which is that of an error."""
 
-    replica: t.Replica
-    code: Status
+    replica: t.ReplicaNumber
+    code: ExitStatus
 
 
 class WhatWasHeard(Message, frozen=True):
     """Asks for `Heard`: of a replica that has ended, since what it said last may still be under way here; and of each
     one when there is a connection again, since what was said meanwhile did not come. `number`: of the question."""
 
-    replica: t.Replica
-    number: t.Proposal
+    replica: t.ReplicaNumber
+    number: t.ProposalNumber
 
 
 class Heard(Message, frozen=True):
     """Says what the coordinator has heard of the present life of a replica, which is its start number `starts`.
     `number` is that of the question."""
 
-    replica: t.Replica
-    number: t.Proposal
+    replica: t.ReplicaNumber
+    number: t.ProposalNumber
     starts: t.Step
     joined: bool
     contributed: bool
@@ -90,7 +90,7 @@ class CoordinatorSaid(Message, frozen=True):
 
 
 class _Member(msgspec.Struct, frozen=True):
-    replica: t.Replica
+    replica: t.ReplicaNumber
     contributing: bool
 
 
@@ -99,7 +99,7 @@ class _View(msgspec.Struct, frozen=True):
     step: t.Step | None
     members: list[_Member]
     why: str
-    lost: list[t.Replica] = []
+    lost: list[t.ReplicaNumber] = []
 
 
 class _Metrics(msgspec.Struct, frozen=True):

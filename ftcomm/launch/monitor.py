@@ -8,9 +8,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from ftcomm.control.messages import Event
 from ftcomm.launch.event_text import describe
 from ftcomm.monitoring.history import HistoryWriter
-from ftcomm.monitoring.interruptions import Event
 from ftcomm.monitoring.job import JobMonitor, Overview
 
 log = logging.getLogger("ftcomm")

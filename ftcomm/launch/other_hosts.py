@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ftcomm.control.handshake import Credentials
+from ftcomm.control.messages import Event
 from ftcomm.control.server import Serve
 from ftcomm.errors import InitError
 from ftcomm.launch.launcher_hub import LauncherHub
@@ -28,7 +29,6 @@ from ftcomm.launch.node_place import NodePlace
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.policy import CHECKPOINT
 from ftcomm.launch.refusals import Refusals
-from ftcomm.launch.report import Event
 from ftcomm.settings import own
 from ftcomm.transport.address import look_up, own_address
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from ftcomm.control.messages import Event
 from ftcomm.launch.coordinator_events import CoordinatorEvents
 from ftcomm.launch.job_state import JobState
 from ftcomm.launch.launcher_messages import CoordinatorSaid, Heard, ReplicaIs
 from ftcomm.launch.removed_replicas import RemovedReplicas
 from ftcomm.launch.replica_processes import ReplicaProcesses
-from ftcomm.launch.report import Event
 from ftcomm.launch.shutdown import Shutdown
 
 

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ftcomm.control.messages import Event
 from ftcomm.errors import SettingsError
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import Console, LogFile, prefix
-
-Event = dict[str, Any]
 
 
 class Reporter:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ftcomm.control.handshake import Credentials
+from ftcomm.control.messages import Event
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.errors import FtcommError, SettingsError, TransportError
 from ftcomm.launch.admin.handlers import answer, status
@@ -39,7 +40,7 @@ from ftcomm.launch.policy import State, signal_name
 from ftcomm.launch.removed_replicas import RemovedReplicas, Timers
 from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
 from ftcomm.launch.replicas_elsewhere import ReplicasElsewhere
-from ftcomm.launch.report import Event, Reporter
+from ftcomm.launch.report import Reporter
 from ftcomm.launch.rundir import VIEWS, RunDir
 from ftcomm.launch.shutdown import SAME, Shutdown
 from ftcomm.launch.supervisor import Supervisor

@@ -52,7 +52,7 @@ LIFE_PREFIX = b"/%s " % LIFE.encode()
 _GROUP = b"/default_pg/"
 
 Query = tuple[str, list[Any]]  # its name, its fields
-Reply = tuple[int, bytes]  # to the connection of that number
+StoreReply = tuple[int, bytes]  # to the connection of that number
 
 
 class QueryError(ValueError):
@@ -152,11 +152,11 @@ class StoreContents:
         self._size = 0  # bytes that all of these take
         self._valid: set[int] = set()
 
-    def ask(self, connection: int, name: str, fields: list[Any]) -> list[Reply]:
+    def ask(self, connection: int, name: str, fields: list[Any]) -> list[StoreReply]:
         """Returns what is to be sent now. Raises `QueryError` if nothing more can be said to this connection."""
         if name != "validate" and connection not in self._valid:
             raise QueryError("no greeting of torch's store")
-        replies: list[Reply] = getattr(self, f"_{name}")(connection, *fields)
+        replies: list[StoreReply] = getattr(self, f"_{name}")(connection, *fields)
         return replies
 
     def gone(self, connection: int) -> None:
@@ -167,29 +167,29 @@ class StoreContents:
     def waits_for(self, connection: int) -> list[bytes]:
         return sorted(self._missing.get(connection, ()))
 
-    def _validate(self, connection: int, magic: int) -> list[Reply]:
+    def _validate(self, connection: int, magic: int) -> list[StoreReply]:
         if magic != MAGIC:
             raise QueryError("the greeting of something else")
         self._valid.add(connection)
         return []
 
-    def _ping(self, connection: int, nonce: int) -> list[Reply]:
+    def _ping(self, connection: int, nonce: int) -> list[StoreReply]:
         return [(connection, _SHORT.pack(nonce))]
 
-    def _set(self, connection: int, key: bytes, value: bytes) -> list[Reply]:
+    def _set(self, connection: int, key: bytes, value: bytes) -> list[StoreReply]:
         return self._put({_home(key): value})
 
-    def _multi_set(self, connection: int, pairs: list[tuple[bytes, bytes]]) -> list[Reply]:
+    def _multi_set(self, connection: int, pairs: list[tuple[bytes, bytes]]) -> list[StoreReply]:
         return self._put({_home(key): value for key, value in pairs})
 
-    def _append(self, connection: int, key: bytes, value: bytes) -> list[Reply]:
+    def _append(self, connection: int, key: bytes, value: bytes) -> list[StoreReply]:
         key = _home(key)
         old = self._values.get(key, b"")
         if len(old) + len(value) > LONGEST:
             raise QueryError(f"append({shown(key)}) to more than {LONGEST} bytes")
         return self._put({key: old + value})
 
-    def _add(self, connection: int, key: bytes, more: int) -> list[Reply]:
+    def _add(self, connection: int, key: bytes, more: int) -> list[StoreReply]:
         key = _home(key)
         try:
             total = int(self._values.get(key, b"0")) + more
@@ -198,23 +198,23 @@ class StoreContents:
             raise QueryError(f"add({shown(key)}), whose value is no number") from None
         return [(connection, answer), *self._put({key: b"%d" % total})]
 
-    def _compare_set(self, connection: int, key: bytes, expected: bytes, desired: bytes) -> list[Reply]:
+    def _compare_set(self, connection: int, key: bytes, expected: bytes, desired: bytes) -> list[StoreReply]:
         key = _home(key)
         replies = []
         if self._values.get(key, b"") == expected:
             replies = self._put({key: desired})
         return [(connection, _string(self._values.get(key, expected))), *replies]
 
-    def _get(self, connection: int, key: bytes) -> list[Reply]:
+    def _get(self, connection: int, key: bytes) -> list[StoreReply]:
         return [(connection, _string(self._values.get(_home(key), b"")))]
 
-    def _multi_get(self, connection: int, keys: list[bytes]) -> list[Reply]:
+    def _multi_get(self, connection: int, keys: list[bytes]) -> list[StoreReply]:
         return [(connection, _strings([self._values.get(_home(key), b"") for key in keys]))]
 
-    def _check(self, connection: int, keys: list[bytes]) -> list[Reply]:
+    def _check(self, connection: int, keys: list[bytes]) -> list[StoreReply]:
         return [(connection, NOT_READY if self._absent(keys) else READY)]
 
-    def _wait(self, connection: int, keys: list[bytes]) -> list[Reply]:
+    def _wait(self, connection: int, keys: list[bytes]) -> list[StoreReply]:
         self._wait_no_more(connection)
         if missing := self._absent(keys):
             self._grow(sum(map(_cost_of_wait, missing)))
@@ -224,29 +224,29 @@ class StoreContents:
             return []
         return [(connection, STOP_WAITING)]
 
-    def _cancel_wait(self, connection: int) -> list[Reply]:
+    def _cancel_wait(self, connection: int) -> list[StoreReply]:
         self._wait_no_more(connection)  # also if it was told meanwhile that it need not wait: it reads both
         return [(connection, WAIT_CANCELED)]
 
-    def _num_keys(self, connection: int) -> list[Reply]:
+    def _num_keys(self, connection: int) -> list[StoreReply]:
         return [(connection, _NUMBER.pack(len(self._values)))]
 
-    def _list_keys(self, connection: int) -> list[Reply]:
+    def _list_keys(self, connection: int) -> list[StoreReply]:
         return [(connection, _NUMBER.pack(len(self._values)) + _strings(self._values))]
 
-    def _delete_key(self, connection: int, key: bytes) -> list[Reply]:
+    def _delete_key(self, connection: int, key: bytes) -> list[StoreReply]:
         value = self._values.pop(_home(key), None)
         if value is not None:
             self._size -= _cost(_home(key), value)
         return [(connection, _NUMBER.pack(value is not None))]
 
-    def _queue_push(self, connection: int, key: bytes, value: bytes) -> list[Reply]:
+    def _queue_push(self, connection: int, key: bytes, value: bytes) -> list[StoreReply]:
         key = _home(key)
         self._grow(_cost(key, value))
         self._queues.setdefault(key, deque()).append(value)
         return self._here(key)
 
-    def _queue_pop(self, connection: int, key: bytes) -> list[Reply]:
+    def _queue_pop(self, connection: int, key: bytes) -> list[StoreReply]:
         queue = self._queues.get(_home(key))
         if queue is None:
             return [(connection, _NUMBER.pack(0))]
@@ -256,10 +256,10 @@ class StoreContents:
             del self._queues[_home(key)]
         return [(connection, _NUMBER.pack(1) + _string(value))]
 
-    def _queue_len(self, connection: int, key: bytes) -> list[Reply]:
+    def _queue_len(self, connection: int, key: bytes) -> list[StoreReply]:
         return [(connection, _NUMBER.pack(len(self._queues.get(_home(key), ()))))]
 
-    def _put(self, new: dict[bytes, bytes]) -> list[Reply]:
+    def _put(self, new: dict[bytes, bytes]) -> list[StoreReply]:
         old = sum(_cost(key, self._values[key]) for key in new if key in self._values)
         self._grow(sum(_cost(*each) for each in new.items()) - old)
         self._values.update(new)
@@ -270,7 +270,7 @@ class StoreContents:
             raise QueryError(f"more than the {MOST} bytes that it holds")
         self._size += size
 
-    def _here(self, key: bytes) -> list[Reply]:
+    def _here(self, key: bytes) -> list[StoreReply]:
         """Serve the connections that waited for `key` alone."""
         served = []
         for connection in self._waiting.pop(key, ()):

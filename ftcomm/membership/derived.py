@@ -26,7 +26,6 @@ A thread drives this in `ftcomm.subgroup_internals`, virtual time in `ftcomm.sim
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from typing import Annotated
 
@@ -38,7 +37,7 @@ from ftcomm.control.actions import Freeze, Resume
 from ftcomm.control.messages import Progress
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
-from ftcomm.transport.router import ENTERED, Incoming
+from ftcomm.transport.router import ENTERED, GroupConnection
 
 _PAUSE = 0.02  # s before a silent member is asked again
 
@@ -61,8 +60,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     fresh: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class AskMember:
+class AskMember(msgspec.Struct, frozen=True):
     """Call a member for its account before the epoch of `view`, or (`entered`) to say that this member runs in it;
     answer with `told`, `left` or `unanswered`. `there` is the nonce of its segment, if known, else empty."""
 
@@ -72,16 +70,14 @@ class AskMember:
     entered: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class TellCaller:
+class TellCaller(msgspec.Struct, frozen=True):
     """Give the caller this account, or (None) close its connection: it hears of a newer view, too."""
 
-    call: Incoming
+    call: GroupConnection
     account: SubgroupProgress | None
 
 
-@dataclasses.dataclass(frozen=True)
-class ReachMember:
+class ReachMember(msgspec.Struct, frozen=True):
     """Reach the segment at `address` of a member of `view`; answer with `reached`, or `unreachable`."""
 
     view: View
@@ -90,8 +86,7 @@ class ReachMember:
     severed: bool  # it has lost its connection to this member, which may look whole here
 
 
-@dataclasses.dataclass(frozen=True)
-class ReportStall:
+class ReportStall(msgspec.Struct, frozen=True):
     """Report that these members hold up the change to `epoch` for longer than they may, for `lasted` seconds now."""
 
     epoch: int
@@ -99,22 +94,20 @@ class ReportStall:
     lasted: float
 
 
-@dataclasses.dataclass(frozen=True)
-class ReturnedElsewhere:
+class ReturnedElsewhere(msgspec.Struct, frozen=True):
     """A member that has left had returned so many ops: they return here, too, whatever comes."""
 
     ops: int
 
 
-@dataclasses.dataclass(frozen=True)
-class FailGroup:
+class FailGroup(msgspec.Struct, frozen=True):
     """Fail the group: an op was called that cannot be done, since `replica` has closed the group after `ops`."""
 
     replica: int
     ops: int
 
 
-Action = Freeze | AskMember | TellCaller | ReachMember | Resume | ReportStall | ReturnedElsewhere | FailGroup
+DerivedAction = Freeze | AskMember | TellCaller | ReachMember | Resume | ReportStall | ReturnedElsewhere | FailGroup
 
 
 class DerivedMembership:
@@ -136,7 +129,7 @@ class DerivedMembership:
         self.view: View | None = None  # the job's newest view, restricted; entered, or about to be
         self._here, self._timeouts = here, timeouts
         self._account: SubgroupProgress | None = None  # for the newest epoch for which the exchange has stopped
-        self._calls: dict[int, Incoming] = {}  # calls of members that are ahead
+        self._calls: dict[int, GroupConnection] = {}  # calls of members that are ahead
         self._known: dict[int, tuple[str, str]] = {}  # replica -> its incarnation, and the nonce of its segment
         self._accounts: dict[int, SubgroupProgress] = {}  # those of the others, for the epoch of `view`
         self._reaching: set[int] = set()  # members whose segments are to be reached
@@ -149,7 +142,7 @@ class DerivedMembership:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def entered(self, view: View) -> list[Action]:
+    def entered(self, view: View) -> list[DerivedAction]:
         """Note that a view of the job is in force."""
         if self.made is None:
             self.made = view.step or 0
@@ -160,7 +153,7 @@ class DerivedMembership:
         self._entered_by, self._asking = set(), set()
         return [Freeze(self.view)]
 
-    def quiesced(self, epoch: int, progress: Progress, now: float) -> list[Action]:
+    def quiesced(self, epoch: int, progress: Progress, now: float) -> list[DerivedAction]:
         """Note that the exchange stands still and holds `progress`; `epoch` is the one of the `Freeze` that this
         answers."""
         if self.view is None or epoch != self.view.epoch or self._told(epoch):
@@ -172,7 +165,7 @@ class DerivedMembership:
         asks = [self._ask(member) for member in self._others()]
         return [*(_answer(call, account) for call in due), *asks, *self._go_on(now)]
 
-    def accepts(self, call: Incoming) -> bool:
+    def accepts(self, call: GroupConnection) -> bool:
         """Whether a call is for this group. A member that has closed it may have made the next group of its name, while
         this one lasts here, whose staging the next one must not take for its own. So it is if the caller knows that the
         others made their last one at a later boundary."""
@@ -180,7 +173,7 @@ class DerivedMembership:
             return False
         return call.there in ("", self._here.nonce) and self._is_ours(call.member, call.instance, call.nonce)
 
-    def asked(self, call: Incoming) -> list[Action]:
+    def asked(self, call: GroupConnection) -> list[DerivedAction]:
         """Take a call, which was accepted, for the account of this member. While it does not know when it made this
         group, that may be an earlier one than the caller asks for, which asks again."""
         if self._over or (self.made is None and call.since):
@@ -194,7 +187,7 @@ class DerivedMembership:
         self._calls[call.member] = call
         return [] if before is None else [TellCaller(before, None)]
 
-    def told(self, epoch: int, replica: int, account: SubgroupProgress, now: float) -> list[Action]:
+    def told(self, epoch: int, replica: int, account: SubgroupProgress, now: float) -> list[DerivedAction]:
         """Take the answer of a member that was asked for `epoch`."""
         self._answered(epoch, replica)
         if not self.wants(epoch) or replica in self._accounts:
@@ -207,14 +200,14 @@ class DerivedMembership:
         self._accounts[replica] = account
         return self._go_on(now)
 
-    def left(self, epoch: int, replica: int, said: Left, returned: int, issued: int, now: float) -> list[Action]:
+    def left(self, epoch: int, replica: int, said: Left, returned: int, issued: int, now: float) -> list[DerivedAction]:
         """Note that a member that was asked for `epoch` has closed the group. What it has returned is FINAL here, what
         it has taken may have returned elsewhere and goes on, and no other op can be done. Here so many ops have
         returned, and so many were issued."""
         self._answered(epoch, replica)
         ops = returned if said.fresh else said.taken  # a fresh one leaves what was done before it came
         self.last = min(self.last, ops)
-        elsewhere: list[Action] = [] if said.fresh else [ReturnedElsewhere(said.returned)]
+        elsewhere: list[DerivedAction] = [] if said.fresh else [ReturnedElsewhere(said.returned)]
         goes_on = not said.fresh and max(said.returned, returned) < self.last
         if issued > self.last and not goes_on:  # else the op that comes then is a stall
             return [*elsewhere, FailGroup(replica, ops)]
@@ -227,21 +220,21 @@ class DerivedMembership:
             self.view = self._restricted(self.view)
         return [*elsewhere, *self._go_on(now)] if self.wants(epoch) else elsewhere
 
-    def unanswered(self, epoch: int, replica: int, now: float) -> list[Action]:
+    def unanswered(self, epoch: int, replica: int, now: float) -> list[DerivedAction]:
         """Note that a member has not answered: it is not there yet, or gone, which the next view will tell."""
         self._answered(epoch, replica)
         if self.is_current(epoch):
             self._retries[replica] = now + (_PAUSE if self.wants(epoch) else self._timeouts.beat)
         return []
 
-    def reached(self, epoch: int, replica: int, now: float) -> list[Action]:
+    def reached(self, epoch: int, replica: int, now: float) -> list[DerivedAction]:
         if not self.wants(epoch) or replica not in self._accounts:
             return []
         self._reached.add(replica)
         self._begun = self._said = now
         return self._go_on(now)
 
-    def unreachable(self, epoch: int, replica: int, now: float) -> list[Action]:
+    def unreachable(self, epoch: int, replica: int, now: float) -> list[DerivedAction]:
         """Ask a member again whose segment cannot be reached, since it may have closed the group. There is no complaint
         about it: the control plane dials the same port."""
         if self.wants(epoch):
@@ -250,12 +243,12 @@ class DerivedMembership:
             self._retries[replica] = now + self._timeouts.beat
         return []
 
-    def resumed(self, epoch: int) -> list[Action]:
+    def resumed(self, epoch: int) -> list[DerivedAction]:
         """Note that the exchange runs in `epoch`."""
         self.epoch = epoch
         return [self._ask(member) for member in self._others()] if self.is_current(epoch) else []
 
-    def ask(self, replicas: Collection[int]) -> list[Action]:
+    def ask(self, replicas: Collection[int]) -> list[DerivedAction]:
         """Ask members for which an op stands still in the view that was entered whether they have closed the group.
         Each has one question at a time, since the answer of a stopped process may take as long as the stall."""
         if self.view is None or self.epoch != self.view.epoch:
@@ -276,8 +269,8 @@ class DerivedMembership:
         times = [*self._retries.values(), *([self._overdue()] if self.missing() else [])]
         return min(times, default=float("inf"))
 
-    def tick(self, now: float) -> list[Action]:
-        actions: list[Action] = []
+    def tick(self, now: float) -> list[DerivedAction]:
+        actions: list[DerivedAction] = []
         for replica in [replica for replica, when in self._retries.items() if when <= now]:
             del self._retries[replica]
             assert self.view is not None
@@ -306,7 +299,7 @@ class DerivedMembership:
         """Returns the nonces of the segments in this group, as far as they are known."""
         return (self._here.nonce, *(nonce for _, nonce in self._known.values()))
 
-    def close(self) -> list[Action]:
+    def close(self) -> list[DerivedAction]:
         """End the group: no caller gets an account any more."""
         calls, self._calls = self._calls, {}
         self._retries, self._over = {}, True
@@ -357,7 +350,7 @@ class DerivedMembership:
         account = self._accounts[member.replica]
         return ReachMember(self.view, member, account.address, self.replica in account.progress.severed)
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _go_on(self, now: float) -> list[DerivedAction]:
         """Go on after a member has told, or was reached."""
         assert self.view is not None
         assert self._account is not None
@@ -391,5 +384,5 @@ class DerivedMembership:
         return max(self._said + REPORT, self._begun + timeout)
 
 
-def _answer(call: Incoming, account: SubgroupProgress) -> TellCaller:
+def _answer(call: GroupConnection, account: SubgroupProgress) -> TellCaller:
     return TellCaller(call, account if call.epoch == account.epoch else None)

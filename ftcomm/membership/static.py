@@ -26,7 +26,7 @@ say what the others do. So after such an end the members compare how far they ha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -41,7 +41,7 @@ EPOCH = 1  # the only one
 DOUBT = 0.5  # s that a member may take to say why its connection for data has ended, before it is asked
 _MEND = "make a new group of those that are left"
 
-Why = Annotated[str, Meta(max_length=4096)]
+ReasonText = Annotated[str, Meta(max_length=4096)]
 
 
 class MemberHello(msgspec.Struct, frozen=True, tag=True):
@@ -55,13 +55,13 @@ class MemberFailed(msgspec.Struct, frozen=True, tag=True):
     """The member has given up, because of the loss of the rank `lost`, or (-1) for a reason of its own."""
 
     lost: Annotated[int, Meta(ge=-1, le=1 << 16)]
-    why: Why
+    why: ReasonText
 
 
 class DataEnded(msgspec.Struct, frozen=True, tag=True):
     """The connection for data between the member that says this and the one that hears it has ended: why?"""
 
-    why: Why
+    why: ReasonText
 
 
 class MemberLeft(msgspec.Struct, frozen=True, tag=True):
@@ -76,34 +76,34 @@ LastMessage = Left | MemberFailed
 Said = MemberHello | DataEnded | MemberLeft | LastMessage
 
 
-class LoseMember(NamedTuple):
+class LoseMember(msgspec.Struct, frozen=True):
     """Messages to and from this member fail."""
 
     member: int
     why: str
 
 
-class FailOps(NamedTuple):
+class FailOps(msgspec.Struct, frozen=True):
     """Every op in flight fails, and every later one; the others are told nothing."""
 
     error: BaseException
 
 
-class TellMember(NamedTuple):
+class TellMember(msgspec.Struct, frozen=True):
     """Tell a member, and go on."""
 
     member: int
     said: DataEnded | MemberLeft
 
 
-class End(NamedTuple):
+class End(msgspec.Struct, frozen=True):
     """The group ends: all fails with `error`, and the others are told `last`."""
 
     error: BaseException
     last: LastMessage
 
 
-Action = LoseMember | FailOps | TellMember | End
+StaticAction = LoseMember | FailOps | TellMember | End
 
 
 class StaticMembership:
@@ -172,7 +172,7 @@ class StaticMembership:
         """Returns after how many ops a member has closed the group; None if it has not."""
         return self._left.get(member)
 
-    def said(self, member: int, said: Said) -> list[Action]:
+    def said(self, member: int, said: Said) -> list[StaticAction]:
         """Take in what another member says: it ends, with the reason; or it asks, or answers, why a connection has
         ended."""
         if isinstance(said, Left):
@@ -188,13 +188,13 @@ class StaticMembership:
             return self.lost(said.lost, f"{said.why} (as {self._names[member]} has noticed)")
         return self.failed(LostError(f"{self}: {self._names[member]} has given up: {said.why}; {_MEND}"))
 
-    def _leaves(self, member: int, taken: int) -> list[Action]:
+    def _leaves(self, member: int, taken: int) -> list[StaticAction]:
         if member in self._left or member == self.me:
             return []
         self._left[member] = taken
         return [LoseMember(member, "it has closed the group")]
 
-    def _asked(self, member: int, why: str) -> list[Action]:
+    def _asked(self, member: int, why: str) -> list[StaticAction]:
         """A member asks why a connection for data between it and this one has ended. The last
         word of this one answers that, if it is said already or about to be."""
         if self.is_over or self._parts or member in self._answered:
@@ -205,7 +205,7 @@ class StaticMembership:
         between = f"between {self._names[member]} and {self._names[self.me]}"
         return self.failed(LostError(f"{self}: {why} ({between}); {_MEND}"))
 
-    def lost(self, member: int, why: str) -> list[Action]:
+    def lost(self, member: int, why: str) -> list[StaticAction]:
         """A member is lost: its process, or its link, has ended. One that has said before that it leaves is not."""
         if member in self._left:
             return []
@@ -217,9 +217,9 @@ class StaticMembership:
         does, a moment later."""
         self._doubts.setdefault(member, why)
 
-    def entered(self, view: View) -> list[Action]:
+    def entered(self, view: View) -> list[StaticAction]:
         """A view of the job is in force: a rank whose life is not in it is lost."""
-        actions: list[Action] = []
+        actions: list[StaticAction] = []
         for rank, replica in enumerate(self._replicas):
             member = view.member(replica)
             incarnation = None if member is None else member.incarnation
@@ -236,10 +236,10 @@ class StaticMembership:
         doubts = self._doubts.keys() - self._left.keys() - self._sure
         return (bool(doubts) and not self.is_over) or (bool(self._left) and self.error is None)
 
-    def look(self, returned: int, heard: float) -> list[Action]:
+    def look(self, returned: int, heard: float) -> list[StaticAction]:
         """Look at what is waited for, when so many ops have returned here. All that had come at the time `heard` was
         told before; it is one of the seconds in which this member has run."""
-        actions: list[Action] = []
+        actions: list[StaticAction] = []
         for member, why in self._doubts.items():
             if member in self._left or member in self._sure:
                 continue
@@ -264,7 +264,7 @@ class StaticMembership:
     def names(self, ranks: Collection[int]) -> str:
         return ", ".join(self._names[rank] for rank in ranks)
 
-    def gives_up(self, op: int, ranks: Collection[int], seconds: float) -> list[Action]:
+    def gives_up(self, op: int, ranks: Collection[int], seconds: float) -> list[StaticAction]:
         """This member gives an op up, for which it has waited so long for these ranks."""
         return self.failed(
             CollectiveTimeout(
@@ -273,11 +273,11 @@ class StaticMembership:
             )
         )
 
-    def failed(self, error: BaseException) -> list[Action]:
+    def failed(self, error: BaseException) -> list[StaticAction]:
         """This member cannot go on."""
         return self._end(error, MemberFailed(-1, printable(str(error), 1000)))
 
-    def aborts(self, reason: str) -> list[Action]:
+    def aborts(self, reason: str) -> list[StaticAction]:
         why = f"it was aborted{': ' if reason else ''}{reason}"
         return self._end(LostError(f"{self}: {why}; make a new group to go on"), MemberFailed(-1, printable(why, 1000)))
 
@@ -285,11 +285,11 @@ class StaticMembership:
         """This member is about to leave, and says so soon: its connections for data end first."""
         self._parts = True
 
-    def leaves(self, error: BaseException, returned: int, taken: int) -> list[Action]:
+    def leaves(self, error: BaseException, returned: int, taken: int) -> list[StaticAction]:
         """This member closes the group after so many ops, see `Left`."""
         return self._end(error, Left(returned, taken))
 
-    def _end(self, error: BaseException, last: LastMessage) -> list[Action]:
+    def _end(self, error: BaseException, last: LastMessage) -> list[StaticAction]:
         """The first end counts."""
         if self.is_over:
             return []

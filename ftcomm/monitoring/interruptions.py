@@ -19,12 +19,11 @@ from typing import Any
 
 import msgspec
 
+from ftcomm.control.messages import Event
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.monitoring.causes import Evidence, InterruptionCause, classify, lost_connection
 from ftcomm.monitoring.gpu_time import OVER, PRICED, GpuTime, Use
 from ftcomm.monitoring.plain import plain
-
-Event = Mapping[str, Any]  # as the coordinator and the launcher make them; `mono` and `time` are seconds
 
 LINES = 12  # of the output of a rank that are kept
 KEPT = 1000  # interruptions, and those that are not over or have changed

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from ftcomm.control.messages import Event
 from ftcomm.diagnosis.verdict import StallVerdict
 from ftcomm.monitoring.history import JobRecord
-from ftcomm.monitoring.interruptions import Event, Interruption, Interruptions
+from ftcomm.monitoring.interruptions import Interruption, Interruptions
 from ftcomm.monitoring.plain import plain
 from ftcomm.monitoring.statistics import effective
 

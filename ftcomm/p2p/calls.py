@@ -23,7 +23,7 @@ from ftcomm.p2p.slots import DeviceMemory, Slots
 from ftcomm.process.own import looked, own_process
 from ftcomm.recorder.layout import PhaseKind
 from ftcomm.recorder.waits import PhaseWait
-from ftcomm.transport.router import Incoming
+from ftcomm.transport.router import GroupConnection
 
 
 class MessageWork:
@@ -127,7 +127,7 @@ class JobProgressEngine(ProgressEngine):
         for replica in incarnations:
             self.found(replica)
 
-    def incoming(self, call: Incoming) -> None:
+    def incoming(self, call: GroupConnection) -> None:
         """Take a connection from another replica. It may be ahead, in a view that this rank has not entered. It may be
         a joiner that one view has removed and a later one has, in the same life."""
         if call.epoch < self._gone.get(call.instance, 0):

@@ -51,4 +51,4 @@ class RecvChannel:
         return open_ones
 
 
-Channel = SendChannel | RecvChannel
+MessageChannel = SendChannel | RecvChannel

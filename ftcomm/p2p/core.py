@@ -8,10 +8,11 @@ order. A `ValueError` says that the other end of the connection has said what ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from ftcomm.errors import CollectiveTimeout, LostError, MismatchError
-from ftcomm.p2p.channels import Channel, RecvChannel, SendChannel
+from ftcomm.p2p.channels import MessageChannel, RecvChannel, SendChannel
 from ftcomm.p2p.matching import MAX_BYTES, MAX_UNEXPECTED, Matching, Unexpected
 from ftcomm.p2p.protocol import (
     ANSWER,
@@ -30,49 +31,49 @@ from ftcomm.p2p.protocol import (
 from ftcomm.p2p.slots import AHEAD, Slots
 
 
-class DialPeer(NamedTuple):
+class DialPeer(msgspec.Struct, frozen=True):
     """Connect this channel: then it is `opened`, or `hung_up`."""
 
     channel: SendChannel
 
 
-class Write(NamedTuple):
+class Write(msgspec.Struct, frozen=True):
     """Write the frame, and behind it the bytes of the message, which ends when they are out."""
 
-    channel: Channel
+    channel: MessageChannel
     frame: bytes
     message: SendRequest | None = None
 
 
-class Read(NamedTuple):
+class Read(msgspec.Struct, frozen=True):
     """The next bytes of the channel go into `memory`; when it is full they are `whole`."""
 
     channel: RecvChannel
     memory: memoryview
 
 
-class Deliver(NamedTuple):
+class Deliver(msgspec.Struct, frozen=True):
     """Give these bytes to the receive, which ends."""
 
     receive: RecvRequest
     data: bytes | bytearray
 
 
-class EndMessage(NamedTuple):
+class EndMessage(msgspec.Struct, frozen=True):
     """The message ends: nothing of it is read or written any more."""
 
     message: MessageRequest
     error: BaseException | None = None
 
 
-class HangUp(NamedTuple):
+class HangUp(msgspec.Struct, frozen=True):
     """Close the channel, when nothing of it is read or written any more: then it is `hung_up`."""
 
-    channel: Channel
+    channel: MessageChannel
     why: str
 
 
-class PutPiece(NamedTuple):
+class PutPiece(msgspec.Struct, frozen=True):
     """Copy `nbytes` of a message from `at` into a slot: then they are `put`."""
 
     channel: SendChannel
@@ -82,7 +83,7 @@ class PutPiece(NamedTuple):
     nbytes: int
 
 
-class TakePiece(NamedTuple):
+class TakePiece(msgspec.Struct, frozen=True):
     """Copy `nbytes` from a slot of the sender to `at` in a message: then they are `taken`."""
 
     channel: RecvChannel
@@ -92,15 +93,15 @@ class TakePiece(NamedTuple):
     nbytes: int
 
 
-class FetchMessage(NamedTuple):
+class FetchMessage(msgspec.Struct, frozen=True):
     """Copy a message to the host: then it is `fetched`."""
 
     channel: SendChannel
     message: SendRequest
 
 
-Action = DialPeer | Write | Read | Deliver | EndMessage | HangUp | PutPiece | TakePiece | FetchMessage
-Actions = list[Action]
+MessageAction = DialPeer | Write | Read | Deliver | EndMessage | HangUp | PutPiece | TakePiece | FetchMessage
+Actions = list[MessageAction]
 
 
 class MessageCore:
@@ -172,7 +173,7 @@ class MessageCore:
         channel.is_open = True
         return self._pump(channel)
 
-    def serves(self, channel: Channel) -> bool:
+    def serves(self, channel: MessageChannel) -> bool:
         """Whether the channel is the one of its peer, and nothing has ended."""
         mine = self.senders if isinstance(channel, SendChannel) else self.receivers
         return self.error is None and mine.get(channel.peer) is channel
@@ -199,7 +200,7 @@ class MessageCore:
         self._lost.pop(peer, None)
         self._silent.pop(peer, None)
 
-    def hung_up(self, channel: Channel, why: str, unsent: Iterable[SendRequest] = ()) -> Actions:
+    def hung_up(self, channel: MessageChannel, why: str, unsent: Iterable[SendRequest] = ()) -> Actions:
         """The connection is over, and with it what was under way on it: `unsent` were still to be written."""
         failed: list[MessageRequest] = [*unsent, *channel.clear()]
         if isinstance(channel, SendChannel):
@@ -337,11 +338,11 @@ class MessageCore:
 
     def put(self, piece: PutPiece) -> Actions:
         """A piece lies in its slot."""
-        channel, message, slot, _, nbytes = piece
+        channel, message = piece.channel, piece.message
         if self.senders.get(channel.peer) is not channel:
             return []
         channel.track.ready()
-        return [Write(channel, HEAD.pack(MAGIC, SenderKind.READY, message.number, slot, nbytes, b""))]
+        return [Write(channel, HEAD.pack(MAGIC, SenderKind.READY, message.number, piece.slot, piece.nbytes, b""))]
 
     def taken(self, piece: TakePiece) -> Actions:
         """A piece lies in its place."""
@@ -353,7 +354,7 @@ class MessageCore:
 
     def fetched(self, fetch: FetchMessage, memory: memoryview) -> Actions:
         """A message lies in memory of the host."""
-        channel, message = fetch
+        channel, message = fetch.channel, fetch.message
         if message not in channel.fetching:  # the connection is over
             return []
         channel.fetching.remove(message)

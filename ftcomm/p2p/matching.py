@@ -34,7 +34,7 @@ class Wants(Protocol):
 
 
 W = TypeVar("W", bound=Wants)
-T = TypeVar("T")
+QueuedT = TypeVar("QueuedT")
 
 
 class Matching(Generic[W]):
@@ -101,7 +101,7 @@ class Matching(Generic[W]):
         return [want for wants in self._wants.values() for want in wants]
 
 
-def _remove(of: defaultdict[int, deque[T]], tag: int, one: T) -> bool:
+def _remove(of: defaultdict[int, deque[QueuedT]], tag: int, one: QueuedT) -> bool:
     """Removes one; returns whether it was there. A tag that is used once must leave nothing behind."""
     queue = of.get(tag, ())
     if one not in queue:

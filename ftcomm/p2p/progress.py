@@ -40,7 +40,7 @@ from ftcomm.control.sealed import unsent
 from ftcomm.control.timeouts import REPORT
 from ftcomm.control.wire import for_bulk
 from ftcomm.errors import FtcommError
-from ftcomm.p2p.channels import Channel, RecvChannel, SendChannel
+from ftcomm.p2p.channels import MessageChannel, RecvChannel, SendChannel
 from ftcomm.p2p.core import (
     Actions,
     Deliver,
@@ -80,9 +80,9 @@ class ProgressEngine:
         self._copier = Copier()
         self._lock = threading.Lock()  # guards all that follows; never held during a wait
         self._core = MessageCore(owner, name, slots)
-        self._wires: dict[Channel, MessageWire] = {}
+        self._wires: dict[MessageChannel, MessageWire] = {}
         self._deadlines = MessageDeadlines()
-        self._stale: list[tuple[Channel, str]] = []  # to be hung up by the thread, which may be reading
+        self._stale: list[tuple[MessageChannel, str]] = []  # to be hung up by the thread, which may be reading
         self._thread: threading.Thread | None = None
         self._bell = -1
         self._selector: selectors.BaseSelector | None = None
@@ -200,7 +200,7 @@ class ProgressEngine:
 
     # -- the thread of copies ------------------------------------------------------------------------------------
 
-    def _copy(self, message: MessageRequest, channel: Channel, move: Callable[[Slots], None]) -> bool:
+    def _copy(self, message: MessageRequest, channel: MessageChannel, move: Callable[[Slots], None]) -> bool:
         """Copies for a message by `move`; False if the message has ended."""
         assert self.slots is not None
         if not message.hold():
@@ -216,22 +216,26 @@ class ProgressEngine:
         return True
 
     def _put(self, piece: PutPiece) -> None:
-        channel, send, slot, at, nbytes = piece
-        if self._copy(send, channel, lambda slots: slots.put(slot, send.address() + at, nbytes)):
+        send, slot, at = piece.message, piece.slot, piece.at
+        if self._copy(send, piece.channel, lambda slots: slots.put(slot, send.address() + at, piece.nbytes)):
             with self._lock:
                 self._do(self._core.put(piece))
 
     def _take(self, piece: TakePiece) -> None:
-        channel, receive, slot, at, nbytes = piece
-        if self._copy(receive, channel, lambda slots: slots.take(channel.nonce, slot, receive.address() + at, nbytes)):
+        channel, receive = piece.channel, piece.message
+
+        def take(slots: Slots) -> None:
+            slots.take(channel.nonce, piece.slot, receive.address() + piece.at, piece.nbytes)
+
+        if self._copy(receive, channel, take):
             with self._lock:
                 self._do(self._core.taken(piece))
 
     def _fetch(self, fetch: FetchMessage) -> None:
         """Copy a message to the host for a receiver that wants the bytes."""
-        channel, send = fetch
+        send = fetch.message
         host = np.empty(send.nbytes, np.uint8)
-        if self._copy(send, channel, lambda slots: slots.move(host.ctypes.data, send.address(), send.nbytes)):
+        if self._copy(send, fetch.channel, lambda slots: slots.move(host.ctypes.data, send.address(), send.nbytes)):
             with self._lock:
                 self._do(self._core.fetched(fetch, host.data))
 
@@ -331,7 +335,7 @@ class ProgressEngine:
         for channel, why in stale:
             self._hang_up(channel, why)
 
-    def _hang_up(self, channel: Channel, why: str) -> None:
+    def _hang_up(self, channel: MessageChannel, why: str) -> None:
         """End a connection, and with it what was under way on it."""
         assert self._selector is not None
         with self._lock:  # in one step: a message that is sent now goes into this connection and ends, or into the next

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ftcomm.control.sealed import Connection, flush, pending, unsent
-from ftcomm.p2p.channels import Channel, SendChannel
+from ftcomm.p2p.channels import MessageChannel, SendChannel
 from ftcomm.p2p.protocol import ANSWER, EAGER, HEAD, SendRequest, shorten
 
 _TURN = 4 << 20  # bytes from one connection before others have their turn
@@ -21,7 +21,7 @@ class MessageWire:
     """The socket of `channel`. Any thread writes, with the lock of the engine; one thread alone flushes and reads, and
     takes from the queue."""
 
-    def __init__(self, channel: Channel, sock: Connection) -> None:
+    def __init__(self, channel: MessageChannel, sock: Connection) -> None:
         self.channel, self.sock = channel, sock
         self.queue: deque[tuple[memoryview, SendRequest | None]] = deque()  # each with the send that ends with it
         self.interest = 0  # the events of the selector

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from ftcomm.errors import ArgumentError
 from ftcomm.process import callers
 
-Op = TypeVar("Op")
+SubmittedT = TypeVar("SubmittedT")
 
 
 class Series:
@@ -29,7 +29,7 @@ class Series:
             raise ArgumentError(_told(self.crossed))
 
 
-class Turn(Generic[Op]):
+class Turn(Generic[SubmittedT]):
     """Tells whose call it is, in one group. Two threads that call at the same time have no order, so the ranks may have
     mixed their calls: where that is noticed, both are told. What the group calls next may be matched with a wrong call,
     too, so all further calls are refused until `agree`.
@@ -43,21 +43,21 @@ class Turn(Generic[Op]):
     `ended` tells whether an op is no longer in flight.
     """
 
-    def __init__(self, ended: Callable[[Op], bool]) -> None:
+    def __init__(self, ended: Callable[[SubmittedT], bool]) -> None:
         self._ended = ended
         # 0 -> the call that blocks, so that owner and lock are one: [its thread, names of those that came between]. The
         # last of these is taken away when it ends; so who still finds the thread in front was in time with its name.
         self._held: dict[int, list[Any]] = {}
         self._starting = _thread.allocate_lock()  # guards the next two; held for some lines
         self._series: Series | None = None  # the newest
-        self._last: weakref.ref[Op] | None = None  # its last op; no buffers of callers are kept
+        self._last: weakref.ref[SubmittedT] | None = None  # its last op; no buffers of callers are kept
         self._lost = ""  # the name of the thread by which the order was lost
 
     def agree(self) -> None:
         """Note that all ranks have passed a point by which calls are matched from now on."""
         self._lost = ""
 
-    def run(self, call: Callable[[Op], object], op: Op) -> None:
+    def run(self, call: Callable[[SubmittedT], object], op: SubmittedT) -> None:
         """Make a `call` that blocks until `op` is done. Raises `ArgumentError` if another thread is in a call, or has
         started one that is in flight, or has called meanwhile."""
         me, held = get_ident(), self._held
@@ -84,7 +84,7 @@ class Turn(Generic[Op]):
         if last != me:
             raise ArgumentError(_told(last))
 
-    def start(self, op: Op) -> Series:
+    def start(self, op: SubmittedT) -> Series:
         """A call begins that does not block. Raises `ArgumentError`, as `run` does."""
         me = get_ident()
         if self._lost:

@@ -35,11 +35,11 @@ from ftcomm.settings.tuning import EVER, MEMBERS, Tuning
 from ftcomm.simulation.memory import CHUNK, TinyMemory
 from ftcomm.simulation.mirror import Glance, Mirror, Pump, TinySocket
 from ftcomm.simulation.network import SimulatedConnection
-from ftcomm.transport.base import Lost, Peer, Poller
+from ftcomm.transport.base import OnLost, Peer, Poller
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
 if TYPE_CHECKING:
-    from ftcomm.simulation.rank import Rank
+    from ftcomm.simulation.rank import SimulatedRank
     from ftcomm.sync.futex import Waiter
 
 _reducer = Reducer()  # scratch memory, used within one advance
@@ -157,10 +157,10 @@ class SimulatedExchange:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: SimulatedRank,
         nonce: str,
         *,
-        on_lost: Lost,
+        on_lost: OnLost,
         on_stall: Callable[[Stall], object],
         on_failed: Callable[[FtcommError], object],
         group: str = "",

@@ -83,8 +83,8 @@ class Control(NamedTuple):
     dead: tuple[int, ...] = ()
 
 
-State = tuple[int, ...]  # the number of its control, then of each member's pair
-Happening = tuple[int, StepKind, str, State]  # the actor (-1: the coordinator), its step, and the state after it
+StateNumbers = tuple[int, ...]  # the number of its control, then of each member's pair
+Happening = tuple[int, StepKind, str, StateNumbers]  # the actor (-1: the coordinator), its step, and the state after it
 
 
 @dataclasses.dataclass
@@ -197,7 +197,7 @@ class ExhaustiveCheck:
 
     # -- the first state ---------------------------------------------------------------------------------------------
 
-    def _start(self, faults: int, resets: int, forming: bool) -> State:
+    def _start(self, faults: int, resets: int, forming: bool) -> StateNumbers:
         coordinator = self._coordination.first
         sent: list[tuple[int, int]] = []
         for i in self._everyone:
@@ -208,7 +208,7 @@ class ExhaustiveCheck:
         queues = tuple(tuple(message for to, message in sent if to == i) for i in self._everyone)
         view = self._coordination.views(coordinator)[-1]
         control = Control(coordinator, view.replicas, view.epoch, queues, (), (None,) * self.group.ops, faults, resets)
-        state: State = (self._controls.number(control), *(self.members.new(i) for i in self._everyone))
+        state: StateNumbers = (self._controls.number(control), *(self.members.new(i) for i in self._everyone))
         ready = (StepKind.HEARS, StepKind.IS_TOLD, StepKind.ENTERS)
         while not forming:
             steps = self.successors(state, CheckReport())
@@ -220,7 +220,7 @@ class ExhaustiveCheck:
 
     # -- one state -> the next ---------------------------------------------------------------------------------------
 
-    def successors(self, state: State, report: CheckReport) -> list[Happening]:
+    def successors(self, state: StateNumbers, report: CheckReport) -> list[Happening]:
         """Returns what can happen."""
         number, pairs = state[0], state[1:]
         control: Control = self._controls.values[number]
@@ -264,7 +264,7 @@ class ExhaustiveCheck:
 
     def _stepped(
         self, number: int, pairs: tuple[int, ...], memories: tuple[int, ...], i: int, step: Transition
-    ) -> State:
+    ) -> StateNumbers:
         members = self.members
         if step.broken:
             raise _Found(_line(i, step.text), step.broken)
@@ -408,14 +408,14 @@ class ExhaustiveCheck:
         return f"takes {lost} for lost and decides view {control.epoch} of {'+'.join(map(str, control.newest))}"
 
 
-def _pack(state: State) -> int:
+def _pack(state: StateNumbers) -> int:
     packed = 0
     for number in state:
         packed = packed << _BITS | number
     return packed
 
 
-def _unpack(packed: int, members: int) -> State:
+def _unpack(packed: int, members: int) -> StateNumbers:
     return tuple([packed >> _BITS * position & _MASK for position in range(members, -1, -1)])
 
 

@@ -11,7 +11,7 @@ from ftcomm.control.timeouts import REPORT
 from ftcomm.simulation.attacker import Attack
 from ftcomm.simulation.job import Replica, SimulatedJob
 from ftcomm.simulation.missed_boundary import MissedBoundary
-from ftcomm.simulation.rank import Rank
+from ftcomm.simulation.rank import SimulatedRank
 from ftcomm.simulation.scenario import Scenario
 from ftcomm.simulation.world import Process
 
@@ -366,7 +366,7 @@ class Faults:
             self.world.say("chance", "resets and refuses the coordinator's connections for %s s", seconds)
             self.network.reject([self.scenario.coordinator_host], [*self._processes(), coordinator], seconds)
 
-    def _everybody(self) -> list[Rank]:
+    def _everybody(self) -> list[SimulatedRank]:
         return [rank for other in self.job.replicas for rank in other.ranks if rank.alive]
 
     def _processes(self) -> list[Process]:
@@ -431,7 +431,7 @@ class Faults:
             self._await_end(replica.ranks[0])
         self.leave(replica)
 
-    def _await_end(self, leader: Rank) -> None:
+    def _await_end(self, leader: SimulatedRank) -> None:
         """Look for the end of a leader that leaves. It is known from then on, so nobody waits for it much longer."""
         if leader.alive:
             self.world.after(0.05, None, self._await_end, leader)

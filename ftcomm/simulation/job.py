@@ -17,7 +17,7 @@ from ftcomm.control.views import View
 from ftcomm.simulation.leader import COORDINATOR, SimulatedLeader
 from ftcomm.simulation.network import SimulatedConnection, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
-from ftcomm.simulation.rank import Rank, described
+from ftcomm.simulation.rank import SimulatedRank, described
 from ftcomm.simulation.script import Script, Workload
 from ftcomm.simulation.world import Process, World
 
@@ -74,7 +74,7 @@ class SimulatedCoordinator(Process):
     def _probed(self, probe: Probe, outcome: ProbeOutcome) -> None:
         self.do(self.machine.probed(probe, outcome, self.clock()))
 
-    def do(self, actions: list[ca.Action]) -> None:
+    def do(self, actions: list[ca.CoordinatorAction]) -> None:
         crash = -1
         told = [action.fields for action in actions if isinstance(action, ca.Log)]
         stalls: set[Any] = {fields["replica"] for fields in told if fields.get("removal") == Removal.STALL.value}
@@ -121,7 +121,7 @@ class Replica:
 
     def __init__(self, number: int, hosts: tuple[int, ...]) -> None:
         self.number, self.hosts = number, hosts
-        self.ranks: list[Rank] = []
+        self.ranks: list[SimulatedRank] = []
         self.leader: SimulatedLeader | None = None  # a process of its own, if there are several ranks
         self.scripts: list[Script] = []
         self.running = False
@@ -236,7 +236,7 @@ class SimulatedJob:
         ports = self._ports
         self._ports += scenario.ranks + (scenario.ranks > 1)
         for index in range(scenario.ranks):
-            rank = Rank(
+            rank = SimulatedRank(
                 world,
                 self.network,
                 self.promises,
@@ -267,7 +267,7 @@ class SimulatedJob:
             rank.start()
             rank.run(script.train())
 
-    def _start_leader(self, rank: Rank, port: int) -> SimulatedLeader:
+    def _start_leader(self, rank: SimulatedRank, port: int) -> SimulatedLeader:
         assert rank.leader is not None
         leader = SimulatedLeader(
             *(self.world, self.network, rank.leader, rank.host, self.timeouts), on_end=self.network.end
@@ -306,7 +306,7 @@ class SimulatedJob:
         self._end_rank(replica, replica.ranks[index], power=True)
 
     def _end_rank(
-        self, replica: Replica, rank: Rank, *, power: bool = False, child: float = 0.0, well: bool = False
+        self, replica: Replica, rank: SimulatedRank, *, power: bool = False, child: float = 0.0, well: bool = False
     ) -> None:
         if rank.alive:
             rank.say("dies%s", f", and its child lives for {child:g} s" if child else "")
@@ -320,7 +320,7 @@ class SimulatedJob:
             elif leader is not None:
                 self.world.after(0.0005 * (1 + self.world.random.random()), leader, leader.rank_0_ended, well)
 
-    def _exits(self, replica: Replica, rank: Rank, code: int) -> None:
+    def _exits(self, replica: Replica, rank: SimulatedRank, code: int) -> None:
         rank.say("exits with %s", code)
         self._end_rank(replica, rank, well=not code)
         if rank not in replica.ranks or not replica.running:

@@ -24,7 +24,7 @@ from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.joined import Action, Joined
+from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.timeouts import Timeouts
@@ -448,7 +448,7 @@ class Live:
     def _diverged(self, divergence: Divergence) -> None:
         raise BrokenPromise(f"a false alarm at {self.replica}: {divergence}")
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _do(self, actions: Sequence[InProcessAction]) -> None:
         for action in self.joined.carry(actions):
             if isinstance(action, ToCoordinator):
                 self.up.append(action.message)

@@ -29,8 +29,8 @@ from ftcomm.simulation.states import freeze, load_memory, save_memory, thaw
 STAGES = ("post", "gather", "announce", "arrive", "step", "take", "settle")
 LOST = "its connection closed"  # also said of who is suspected, so that both are one state
 
-Pair = int  # a member and its memory, numbered
-Pairs = tuple[Pair, ...]
+PairNumber = int  # a member and its memory, numbered
+PairNumbers = tuple[PairNumber, ...]
 
 
 class StepKind(enum.Enum):
@@ -50,7 +50,7 @@ class StepKind(enum.Enum):
 class Transition(NamedTuple):
     """A step that a member may do next, and what comes of it."""
 
-    pair: Pair
+    pair: PairNumber
     kind: StepKind
     text: str
     returned: tuple[tuple[int, int], ...] = ()  # (op, outcome)
@@ -105,13 +105,13 @@ class Members:
         self.wrong: list[str] = []  # what is neither INPUT nor FINAL
         self._reads: list[tuple[int, ...]] = []  # the members whose memories it looks at
         self._steps: dict[tuple[int, ...], list[Transition]] = {}
-        self._settled: dict[tuple[int, ...], Pair] = {}
-        self._heard: dict[tuple[Pair, int], Transition] = {}
+        self._settled: dict[tuple[int, ...], PairNumber] = {}
+        self._heard: dict[tuple[PairNumber, int], Transition] = {}
 
-    def new(self, i: int) -> Pair:
+    def new(self, i: int) -> PairNumber:
         return self._save(i)
 
-    def crashed(self, pair: Pair) -> Pair:
+    def crashed(self, pair: PairNumber) -> PairNumber:
         """Returns the state of a member that has crashed: it does nothing more, and its memory stays for those who map
         it."""
         crashed = self._pair(self._dead, self.memory[pair])
@@ -122,7 +122,7 @@ class Members:
             self.wrong.append("")
         return crashed
 
-    def steps(self, i: int, pair: Pair, memories: Pairs) -> list[Transition]:
+    def steps(self, i: int, pair: PairNumber, memories: PairNumbers) -> list[Transition]:
         """Everything that member `i` can do of its own."""
         key = (pair, *[memories[j] for j in self._reads[pair]])
         known = self._steps.get(key)
@@ -130,7 +130,7 @@ class Members:
             known = self._steps[key] = self._find_steps(i, pair, memories)
         return known
 
-    def settle(self, i: int, pair: Pair, memories: Pairs) -> Pair:
+    def settle(self, i: int, pair: PairNumber, memories: PairNumbers) -> PairNumber:
         """Does what happens by itself, until nothing more does."""
         key = (pair, *[memories[j] for j in self._reads[pair]])
         known = self._settled.get(key)
@@ -140,7 +140,7 @@ class Members:
             known = self._settled[key] = self._save(i)
         return known
 
-    def hear(self, i: int, pair: Pair, message: m.Message, number: int, by_member: bool) -> Transition:
+    def hear(self, i: int, pair: PairNumber, message: m.Message, number: int, by_member: bool) -> Transition:
         """A message of the coordinator, or `by_member`; each message has its own `number`."""
         key = (pair, number)
         known = self._heard.get(key)
@@ -154,7 +154,7 @@ class Members:
 
     # -- running the product -----------------------------------------------------------------------------------------
 
-    def _find_steps(self, i: int, pair: Pair, memories: Pairs) -> list[Transition]:
+    def _find_steps(self, i: int, pair: PairNumber, memories: PairNumbers) -> list[Transition]:
         live = self.live[i]
         if self.looking[pair]:
             calls: list[tuple[Any, ...]] = [(StepKind.RETURNS, live.finish)]
@@ -200,7 +200,7 @@ class Members:
             while live.advance(*self._eager):
                 pass
 
-    def _load(self, i: int, pair: Pair, memories: Pairs) -> None:
+    def _load(self, i: int, pair: PairNumber, memories: PairNumbers) -> None:
         local, memory = self.pairs.values[pair]
         self.live[i].load(self._locals.values[local])
         for other, content in (*enumerate(memories), (i, memory)):
@@ -208,7 +208,7 @@ class Members:
                 load_memory(self._memories[other], self._contents.values[content])
                 self._loaded[other] = content
 
-    def _save(self, i: int) -> Pair:
+    def _save(self, i: int) -> PairNumber:
         live = self.live[i]
         memory = self._contents.number(save_memory(self._memories[i]))
         self._loaded[i] = memory
@@ -223,7 +223,7 @@ class Members:
             self.wrong.append(live.wrong())
         return pair
 
-    def _pair(self, local: int, memory: int) -> Pair:
+    def _pair(self, local: int, memory: int) -> PairNumber:
         pair = self.pairs.number((local, memory))
         if pair == len(self.memory):
             self.memory.append(memory)

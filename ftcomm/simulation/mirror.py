@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ftcomm.control.sealed import Channel, Connection, Keys
 from ftcomm.simulation.attacker import Attack, Attacker
 from ftcomm.sync.futex import Waiter
-from ftcomm.transport.base import Lost, MirrorWriter, Poller
+from ftcomm.transport.base import MirrorWriter, OnLost, Poller
 from ftcomm.transport.secure import plane
 from ftcomm.transport.segment import Layout
 from ftcomm.transport.tcp.mirror import TcpMirror
@@ -151,7 +151,7 @@ class TinySocket:
 class Mirror(TcpMirror):
     """The mirror of the product. Who drives receives, and `attend` does what the thread does."""
 
-    def __init__(self, replica: int, epoch: int, sock: TinySocket, on_lost: Lost, layout: Layout) -> None:
+    def __init__(self, replica: int, epoch: int, sock: TinySocket, on_lost: OnLost, layout: Layout) -> None:
         self.sock = sock
         super().__init__(replica, epoch, sock.protected(), on_lost, layout)
 

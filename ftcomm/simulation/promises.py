@@ -68,7 +68,7 @@ from ftcomm.membership.static import LastMessage
 
 if TYPE_CHECKING:
     from ftcomm.simulation.exchange import SimulatedExchange
-    from ftcomm.simulation.rank import Rank
+    from ftcomm.simulation.rank import SimulatedRank
     from ftcomm.simulation.static import SimulatedStaticGroup
 
 ELEMENTS = 16  # float32 in a chunk of the simulation's memory
@@ -108,10 +108,12 @@ class Promises:
         self._told: dict[tuple[int, int, int], m.Progress] = {}
         self._told_in_groups: dict[tuple[str, int, str], m.Progress] = {}  # (group, epoch, segment) -> what it holds
         self._outcomes: dict[tuple[str, int, int], object] = {}
-        self._returners: dict[tuple[str, int, int], list[Rank]] = {}
+        self._returners: dict[tuple[str, int, int], list[SimulatedRank]] = {}
         self._models: dict[tuple[int, int], int] = {}
         self._left: dict[tuple[str, int, int], Left] = {}  # (static group, index, member) -> what it said
-        self._failed: dict[tuple[str, int, int], Rank] = {}  # ops of static groups -> where one fails, as a member left
+        self._failed: dict[
+            tuple[str, int, int], SimulatedRank
+        ] = {}  # ops of static groups -> where one fails, as a member left
         self._ended_statics: set[tuple[str, int, int]] = set()
 
     # -- views -----------------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class Promises:
                 )
             self._members.add(incarnation)
 
-    def ready(self, rank: Rank) -> None:
+    def ready(self, rank: SimulatedRank) -> None:
         """The script of a rank that joins a running job says that it is."""
         self._ready.add((rank.incarnation, rank.index))
 
@@ -155,7 +157,7 @@ class Promises:
         if self.last is not None and any(member.incarnation == incarnation for member in self.last.members):
             raise BrokenPromise(f"{incarnation} stands still, and is still in view {self.last.epoch}: {self.last.why}")
 
-    def is_awaited_no_more(self, gone: Rank, others: list[Rank]) -> None:
+    def is_awaited_no_more(self, gone: SimulatedRank, others: list[SimulatedRank]) -> None:
         """Check that no member waits for a leader that has left and ended some time ago, whichever of them have heard
         its last message."""
         for rank in others:
@@ -182,7 +184,7 @@ class Promises:
         if self.views.get(view.epoch) != view:
             raise BrokenPromise(f"view {view.epoch} is sent, but {self.views.get(view.epoch)} was written down")
 
-    def knows(self, rank: Rank, view: View) -> None:
+    def knows(self, rank: SimulatedRank, view: View) -> None:
         """A rank knows of this view, and where its members are."""
         written = self.views[view.epoch]
         at = rank.index
@@ -192,7 +194,7 @@ class Promises:
         if view.bare() != written.bare() or any(others):
             raise BrokenPromise(f"{rank.name} knows {view}, but {written} was written down")
 
-    def enters(self, rank: Rank, view: View, progress: dict[int, m.Progress]) -> None:
+    def enters(self, rank: SimulatedRank, view: View, progress: dict[int, m.Progress]) -> None:
         if self._entered.setdefault(view.epoch, view.bare()) != view.bare():
             raise BrokenPromise(f"{rank.name} enters another view of epoch {view.epoch} than others")
         for replica, told in progress.items():
@@ -207,7 +209,7 @@ class Promises:
             return []
         return [member for member in self.views[before].members if not view.has(member.replica, member.incarnation)]
 
-    def left_behind(self, rank: Rank, view: View, leavers: list[Rank]) -> None:
+    def left_behind(self, rank: SimulatedRank, view: View, leavers: list[SimulatedRank]) -> None:
         """Check that those who leave with a view are through with their ops: none ends in that view."""
         for leaver in leavers:
             ops = leaver.exchange.inflight.ops
@@ -215,7 +217,7 @@ class Promises:
                 where = f"{leaver.name}, which leaves there, is in op {ops[0].number}"
                 raise BrokenPromise(f"{rank.name} enters view {view.epoch}, and {where}")
 
-    def enters_group(self, rank: Rank, group: str, view: View, progress: dict[int, m.Progress]) -> None:
+    def enters_group(self, rank: SimulatedRank, group: str, view: View, progress: dict[int, m.Progress]) -> None:
         """Check a view that is restricted to the members of a group: each has a segment for it alone."""
         for member in view.members:
             told = progress[member.replica]
@@ -351,7 +353,7 @@ class Promises:
 
     # -- the training ----------------------------------------------------------------------------------------------
 
-    def stands(self, rank: Rank, step: int, model: int) -> None:
+    def stands(self, rank: SimulatedRank, step: int, model: int) -> None:
         """Note that `rank` has the state entering `step`."""
         self.steps = max(self.steps, step)
         known = self._models.setdefault((rank.index, step), model)

@@ -25,7 +25,7 @@ from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.failed_dials import Cause
-from ftcomm.control.joined import Action, Joined
+from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.timeouts import Timeouts
@@ -42,7 +42,7 @@ from ftcomm.simulation.static import SimulatedStaticGroup
 from ftcomm.simulation.subgroup import SimulatedSubgroup
 from ftcomm.simulation.world import Process, World
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import ASK, EARLY, ENTERED, Incoming
+from ftcomm.transport.router import ASK, EARLY, ENTERED, GroupConnection
 
 LEADERLESS = 1.0  # s in which a coordinator that is there hears that a leader has ended
 
@@ -51,7 +51,7 @@ class RankEnded(Exception):
     """Raised in the script of a rank that cannot go on."""
 
 
-class Rank(Process):
+class SimulatedRank(Process):
     def __init__(
         self,
         world: World,
@@ -69,7 +69,7 @@ class Rank(Process):
         timeouts: Timeouts,
         burst: int,
         pace: float,
-        on_exit: Callable[[Rank, int], object],
+        on_exit: Callable[[SimulatedRank, int], object],
     ) -> None:
         super().__init__(world, f"{incarnation}/{index}" if ranks > 1 else incarnation, host)
         self.network, self.promises = network, promises
@@ -89,7 +89,7 @@ class Rank(Process):
         self.next_boundary = 0  # as of `Internals`
         self._retired: dict[str, Left] = {}  # by the nonces of the segments of groups that were closed
         self._unmet: dict[str, tuple[int, Left]] = {}  # as of `ConnectionRouter`
-        self._calls_for_groups: list[Incoming] = []  # that are not made yet
+        self._calls_for_groups: list[GroupConnection] = []  # that are not made yet
         self.gone = ""  # why this rank cannot go on
         self.left = self.finishing = False
         self.unheard_by: tuple[int, ...] = ()  # members to which its last messages are lost when it leaves (a fault)
@@ -110,8 +110,8 @@ class Rank(Process):
         self._down: set[int] = set()
         self._linked: View | None = None
         self._reaching: tuple[int, ...] = ()  # members whose memory is about to be reached
-        self._watched: dict[int, Rank | None] = {}  # None: it has ended
-        self.watchers: dict[Rank, None] = {}
+        self._watched: dict[int, SimulatedRank | None] = {}  # None: it has ended
+        self.watchers: dict[SimulatedRank, None] = {}
         # The script.
         self.script: Generator[Any, Any, None] | None = None
         self.awaits: Any = "known"  # what the script waits for
@@ -250,7 +250,7 @@ class Rank(Process):
 
     # -- what the node wants -----------------------------------------------------------------------------------------
 
-    def do(self, actions: Sequence[Action]) -> None:
+    def do(self, actions: Sequence[InProcessAction]) -> None:
         """Carry out what a node wants."""
         for action in actions if self._joined is None else self._joined.carry(actions):
             match action:
@@ -365,9 +365,9 @@ class Rank(Process):
     def data_lost(self, replica: int, epoch: int, reason: str) -> None:
         self.do(self.node.severed(replica, epoch, reason, self.clock()))
 
-    def _process_of(self, member: Member) -> Rank:
+    def _process_of(self, member: Member) -> SimulatedRank:
         process = self.network.listeners[member.ranks[self.index].pid]
-        assert isinstance(process, Rank)
+        assert isinstance(process, SimulatedRank)
         return process
 
     def _watch_processes(self, view: View) -> None:
@@ -383,7 +383,7 @@ class Rank(Process):
             self._watched[replica] = process
             process.watchers[self] = None
 
-    def saw_end(self, process: Rank) -> None:
+    def saw_end(self, process: SimulatedRank) -> None:
         for group in list(self.statics.values()):
             group.saw_end(process)
         if self._watched.get(process.replica) is process and not self.gone:
@@ -547,7 +547,7 @@ class Rank(Process):
         """Returns the boundary that `ConnectionRouter.since` does."""
         return self._unmet[name][0] if name in self._unmet else 0
 
-    def deal(self, call: Incoming) -> None:
+    def deal(self, call: GroupConnection) -> None:
         """Deal with a connection as `ftcomm.transport.router.ConnectionRouter` does: it is for a group, which may be
         still to come."""
         group: SimulatedSubgroup | SimulatedStaticGroup | None = self.groups.get(call.group)
@@ -570,7 +570,7 @@ class Rank(Process):
     def exchange_on_host(self, port: int, nonce: str) -> SimulatedExchange | None:
         """Returns the exchange of a process that lives on this host."""
         process = self.network.listeners[port]
-        assert isinstance(process, Rank)
+        assert isinstance(process, SimulatedRank)
         return process.exchanges.get(nonce) if process.host == self.host and process.alive else None
 
     def goes_on_in_group(self) -> None:

@@ -19,7 +19,7 @@ from ftcomm.errors import MismatchError
 from ftcomm.simulation.memory import CHUNK
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import BrokenPromise, input_of
-from ftcomm.simulation.rank import Rank, RankEnded
+from ftcomm.simulation.rank import RankEnded, SimulatedRank
 from ftcomm.subgroup_internals import PARTING
 from ftcomm.training.block_scheduler import BlockScheduler, Snapshots, sources_of
 from ftcomm.training.joiner import REPLAY_LEAST
@@ -48,7 +48,7 @@ class Workload:
 
 
 class Script:
-    def __init__(self, rank: Rank, work: Workload) -> None:
+    def __init__(self, rank: SimulatedRank, work: Workload) -> None:
         self.rank, self.work = rank, work
         self.stuck = False  # behind the next boundary
         self.misses: int | None = None  # the boundary to which it does not come
@@ -318,7 +318,7 @@ def step_result(ops: list[Operation]) -> bytes:
 class SimulatedJoiner:
     """The joiner's side, as `Joiner` over `Fetch` in `ftcomm.training`, with the same `BlockScheduler`."""
 
-    def __init__(self, rank: Rank, view: View, step: int, blocks: int) -> None:
+    def __init__(self, rank: SimulatedRank, view: View, step: int, blocks: int) -> None:
         self.rank, self.step, self._blocks = rank, step, blocks
         self.kept: list[bytes] = []
         self.model = -1

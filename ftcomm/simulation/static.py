@@ -21,12 +21,12 @@ from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.membership.static import (
     DOUBT,
     EPOCH,
-    Action,
     End,
     FailOps,
     LastMessage,
     MemberHello,
     Said,
+    StaticAction,
     StaticMembership,
     TellMember,
 )
@@ -38,10 +38,10 @@ from ftcomm.simulation.promises import ELEMENTS, input_of
 from ftcomm.simulation.subgroup import DATA, AcceptedEnd
 from ftcomm.static.pairs import LOOK
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import LINK, Incoming
+from ftcomm.transport.router import LINK, GroupConnection
 
 if TYPE_CHECKING:
-    from ftcomm.simulation.rank import Rank
+    from ftcomm.simulation.rank import SimulatedRank
 
 _PAUSE = 0.02  # s before the next attempt to reach a member
 _COUNTS = (1, 2 * ELEMENTS, 3 * ELEMENTS + 4)  # elements of an op, in turn
@@ -63,7 +63,7 @@ class SimulatedStaticGroup:
     """The ranks with the index of `rank` in the members of `view`, made at a boundary. `made` tells its segment from
     all before."""
 
-    def __init__(self, rank: Rank, name: str, view: View, made: int) -> None:
+    def __init__(self, rank: SimulatedRank, name: str, view: View, made: int) -> None:
         self.rank, self.name = rank, name
         self.me = view.replicas.index(rank.replica)
         self.places: Sequence[Address] = [member.ranks[rank.index] for member in view.members]
@@ -130,14 +130,14 @@ class SimulatedStaticGroup:
         """A view of the job is in force."""
         self._do(self.membership.entered(view))
 
-    def saw_end(self, process: Rank) -> None:
+    def saw_end(self, process: SimulatedRank) -> None:
         """A process of this host has ended, whose memory this member reads."""
         for member, peer in self._cache.of(EPOCH).items():
             if peer.shares_memory and self.places[member].pid == process.port:
                 self._do(self.membership.lost(member, "its process died"))
 
     def break_data(self, replica: int, ends: tuple[int, ...]) -> None:
-        """See `Rank.break_data`."""
+        """See `SimulatedRank.break_data`."""
         there = [rank for rank in self.membership.roster if self.membership.replicas_of((rank,)) == (replica,)]
         for peer in (self.exchange.exchange.member.peers.get(rank) for rank in there):
             if isinstance(peer, Mirror):
@@ -147,7 +147,7 @@ class SimulatedStaticGroup:
         stall = self.exchange.exchange.waiting(self.rank.timeouts.beat)
         return None if stall is None else WaitsFor(stall.op, self.membership.replicas_of(stall.waiting_on))
 
-    def take(self, call: Incoming) -> bool:
+    def take(self, call: GroupConnection) -> bool:
         """Does what `ftcomm.static.internals.StaticGroupInternals.take` does."""
         connection = call.sock.connection  # type: ignore[attr-defined]
         if call.member not in self.membership.roster:
@@ -165,7 +165,7 @@ class SimulatedStaticGroup:
             call.sock.close()
         return True
 
-    def process_of(self, member: int) -> Rank:
+    def process_of(self, member: int) -> SimulatedRank:
         process = self.rank.network.listeners[self.places[member].pid]
         assert isinstance(process, type(self.rank))
         return process
@@ -269,7 +269,7 @@ class SimulatedStaticGroup:
         def accept(target: Any, connection: SimulatedConnection) -> bool:
             end: Any = AcceptedEnd(connection, [])
             connection.receive[1] = end.came.append
-            target.deal(Incoming(self.name, what, self.me, instance, end, EPOCH, self.exchange.memory.nonce))
+            target.deal(GroupConnection(self.name, what, self.me, instance, end, EPOCH, self.exchange.memory.nonce))
             return True
 
         self.rank.network.dial(self.rank, self.places[member].pid, accept, opened, failed, awaits_mute=True)
@@ -308,7 +308,7 @@ class SimulatedStaticGroup:
         if self.exchange.exchange.member.watch.unmoved >= seconds:
             self._do(self.membership.gives_up(stall.op, stall.waiting_on, seconds))
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: list[StaticAction]) -> None:
         for action in actions:
             match action:
                 case FailOps(error):

@@ -14,8 +14,8 @@ from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address, View
 from ftcomm.errors import FtcommError
 from ftcomm.membership.derived import (
-    Action,
     AskMember,
+    DerivedAction,
     DerivedMembership,
     FailGroup,
     Left,
@@ -31,10 +31,10 @@ from ftcomm.simulation.mirror import NoConnection
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import ELEMENTS, input_of
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import ASK, ENTERED, Incoming
+from ftcomm.transport.router import ASK, ENTERED, GroupConnection
 
 if TYPE_CHECKING:
-    from ftcomm.simulation.rank import Rank
+    from ftcomm.simulation.rank import SimulatedRank
 
 DATA = "data"  # what a connection is for that carries memory
 _COUNTS = (1, 2 * ELEMENTS, 3 * ELEMENTS + 4)  # elements of an op, in turn
@@ -56,7 +56,7 @@ class AcceptedEnd(NamedTuple):
 class SimulatedSubgroup:
     """`number` tells its ops from those of other groups of the rank, `made` its segment from all before."""
 
-    def __init__(self, rank: Rank, name: str, number: int, among: Collection[int], made: int) -> None:
+    def __init__(self, rank: SimulatedRank, name: str, number: int, among: Collection[int], made: int) -> None:
         self.rank, self.name = rank, name
         self._number = number
         self._nonce = f"{rank.port:016x}{made:016x}"
@@ -88,7 +88,7 @@ class SimulatedSubgroup:
         """A view of the job is in force."""
         self._do(self.membership.entered(view))
 
-    def take(self, call: Incoming) -> bool:
+    def take(self, call: GroupConnection) -> bool:
         """Does what `ftcomm.communicator.Communicator.take` does."""
         if call.what in (ASK, ENTERED):
             if not self.membership.accepts(call):
@@ -125,11 +125,11 @@ class SimulatedSubgroup:
 
     # -- what the membership wants -----------------------------------------------------------------------------------
 
-    def _happens(self, what: Callable[..., list[Action]], *args: Any) -> None:
+    def _happens(self, what: Callable[..., list[DerivedAction]], *args: Any) -> None:
         if not self._over:
             self._do(what(*args, self.rank.clock()))
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: list[DerivedAction]) -> None:
         for action in actions:
             match action:
                 case Freeze(view):
@@ -268,7 +268,9 @@ class SimulatedSubgroup:
         def accept(target: Any, connection: SimulatedConnection) -> bool:
             end: Any = AcceptedEnd(connection)
             target.deal(
-                Incoming(self.name, what, self.rank.replica, instance, end, epoch, self._nonce, nonce, made, since)
+                GroupConnection(
+                    self.name, what, self.rank.replica, instance, end, epoch, self._nonce, nonce, made, since
+                )
             )
             return True
 

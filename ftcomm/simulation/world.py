@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-Call = Callable[..., object]
+Callback = Callable[..., object]
 
 
 class World:
@@ -24,16 +24,16 @@ class World:
         self.now = 0.0
         self.events = 0
         self.over = False
-        self.armed: list[Call] = []  # to be called in the middle of an op
+        self.armed: list[Callback] = []  # to be called in the middle of an op
         self.trace: list[tuple[float, str, str, tuple[object, ...]]] | None = [] if traced else None
-        self._queue: list[tuple[float, int, Process | None, Call, tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, Process | None, Callback, tuple[Any, ...]]] = []
         self._number = 0
 
-    def at(self, when: float, owner: Process | None, call: Call, *args: Any) -> None:
+    def at(self, when: float, owner: Process | None, call: Callback, *args: Any) -> None:
         self._number += 1
         heapq.heappush(self._queue, (when, self._number, owner, call, args))
 
-    def after(self, seconds: float, owner: Process | None, call: Call, *args: Any) -> None:
+    def after(self, seconds: float, owner: Process | None, call: Callback, *args: Any) -> None:
         self._number += 1
         heapq.heappush(self._queue, (self.now + seconds, self._number, owner, call, args))
 
@@ -69,7 +69,7 @@ class Process:
         self.host = host
         self.alive = True
         self.frozen = False
-        self.backlog: list[tuple[Call, tuple[Any, ...]]] = []
+        self.backlog: list[tuple[Callback, tuple[Any, ...]]] = []
         self.connections: dict[Any, int] = {}  # open ones -> which end of it is ours
         self.rate, self.offset = 1.0, 0.0  # of its clock
         self.slow = 1.0  # how much longer its work takes
@@ -77,11 +77,11 @@ class Process:
     def clock(self) -> float:
         return self.offset + self.rate * self.world.now
 
-    def after(self, seconds: float, call: Call, *args: Any) -> None:
+    def after(self, seconds: float, call: Callback, *args: Any) -> None:
         """Call it in so many seconds of its own clock."""
         self.world.at(self.world.now + seconds / self.rate, self, call, *args)
 
-    def busy(self, seconds: float, call: Call, *args: Any) -> None:
+    def busy(self, seconds: float, call: Callback, *args: Any) -> None:
         """Call `call` when the process has worked for `seconds`."""
         self.world.at(self.world.now + seconds * self.slow, self, call, *args)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ftcomm.control import fork, handshake, wire
 from ftcomm.control.dropped import drop
+from ftcomm.control.incoming import Handler
 from ftcomm.control.links import Listener, event_loop, hand_over, listen
 from ftcomm.control.sealed import Channel
 from ftcomm.control.tls import Tls
@@ -26,9 +27,9 @@ from ftcomm.process.joining import join
 from ftcomm.process.own import own_process
 from ftcomm.settings.credentials import from_env
 from ftcomm.transport.address import resolved
-from ftcomm.transport.router import ConnectionRouter, Handler
+from ftcomm.transport.router import ConnectionRouter
 
-Dial = Callable[[str, handshake.Fields, float], Channel]  # (purpose, fields, timeout) -> authenticated, blocking
+DialPurpose = Callable[[str, handshake.Fields, float], Channel]  # (purpose, fields, timeout) -> authenticated, blocking
 
 _HANDLE = re.compile(r"ftcomm://(?P<host>[^/]{1,200}):(?P<port>[0-9]{1,5})/(?P<token>[0-9A-Za-z_-]{1,128})")
 

@@ -28,13 +28,13 @@ from ftcomm.errors import ArgumentError, FtcommError, TransportError, fresh
 from ftcomm.membership.static import (
     DOUBT,
     EPOCH,
-    Action,
     End,
     FailOps,
     LastMessage,
     LoseMember,
     MemberHello,
     Said,
+    StaticAction,
     StaticMembership,
     TellMember,
 )
@@ -44,7 +44,7 @@ from ftcomm.process.own import looked, own_process
 from ftcomm.recorder.layout import GroupKind
 from ftcomm.static.pairs import Arrivals, Pairs, PeerInfo, discard, meet
 from ftcomm.sync.robust_mutex import hold, release
-from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, Incoming
+from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, GroupConnection
 from ftcomm.transport.segment import MUTEXES, Segment, mutex
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class StaticGroupInternals:
         fields = self._communicator.fields(P2P, self._nonces[member], EPOCH)
         return self._dial(member, self.op_timeout, fields)
 
-    def take(self, call: Incoming) -> bool:
+    def take(self, call: GroupConnection) -> bool:
         """See `ftcomm.transport.router.Receiver`, also for the other methods that it has."""
         if call.what == LINK:
             return self._meets(call)
@@ -232,7 +232,7 @@ class StaticGroupInternals:
             self._communicator.accept(call)
         return True
 
-    def _meets(self, call: Incoming) -> bool:
+    def _meets(self, call: GroupConnection) -> bool:
         with self._lock:
             if self._events is None:
                 return False  # of the next group of this name
@@ -302,7 +302,7 @@ class StaticGroupInternals:
             who = self._membership.names(stall.waiting_on)
             log.warning("%s: op %d makes no progress; waiting for %s", self, stall.op, who)
 
-    def _happens(self, what: Callable[[], list[Action]]) -> None:
+    def _happens(self, what: Callable[[], list[StaticAction]]) -> None:
         """Tell the membership what has happened, and do what follows. Any thread; does not block."""
         with self._happened:
             actions = what()

@@ -37,9 +37,9 @@ from ftcomm.control.sealed import Connection, pending
 from ftcomm.errors import TransportError
 from ftcomm.membership.static import LastMessage, MemberFailed, MemberHello, Said, StaticMembership
 from ftcomm.process.joining import join
-from ftcomm.static.endpoint import Dial
+from ftcomm.static.endpoint import DialPurpose
 from ftcomm.sync.sched import request_short_slice
-from ftcomm.transport.router import LINK, PURPOSE, Incoming
+from ftcomm.transport.router import LINK, PURPOSE, GroupConnection
 
 MAX_FRAME = 1 << 14  # bytes
 _PAUSE = 0.02  # s before the second attempt to reach a member; doubled up to half a second
@@ -53,7 +53,7 @@ class PeerInfo(NamedTuple):
     """A member as the others know it before they have met: what errors call it, and how it is reached."""
 
     name: str
-    dial: Dial
+    dial: DialPurpose
 
 
 # -- meeting ---------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class Met(NamedTuple):
     hello: MemberHello
 
 
-Arrivals = queue.SimpleQueue["Incoming | Met | Exception"]
+Arrivals = queue.SimpleQueue["GroupConnection | Met | Exception"]
 
 
 def meet(
@@ -93,7 +93,7 @@ def meet(
                 raise TransportError(membership.absent(meeting.waited, meeting.news)) from None
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, Incoming):
+            if isinstance(event, GroupConnection):
                 if me < event.member < len(infos):
                     meeting.start(meeting.greet, event.member, event.sock)
                 else:

@@ -26,7 +26,7 @@ from ftcomm.sync.sched import request_short_slice
 
 log = logging.getLogger("ftcomm")
 
-Key = TypeVar("Key")
+WatchedT = TypeVar("WatchedT")
 
 _FUTEX_WAITV = 449  # the same number on all architectures but alpha
 _SIZE_U32, _PRIVATE = 2, 128
@@ -52,21 +52,21 @@ class _Waiter(ctypes.Structure):
     )
 
 
-class DeathWatch(Generic[Key]):
+class DeathWatch(Generic[WatchedT]):
     """Calls `on_died(key)`, in a thread of its own, once for each watched key whose owner has died.
 
     Where the kernel has no futex_waitv it never calls, and slower signs of a death have to do. Thread-safe.
     """
 
-    def __init__(self, on_died: Callable[[Key], None]) -> None:
+    def __init__(self, on_died: Callable[[WatchedT], None]) -> None:
         self._on_died = on_died
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._own = ctypes.c_uint32(0)
-        self._words: dict[Key, MutexWord] = {}
+        self._words: dict[WatchedT, MutexWord] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def watch(self, mutexes: Mapping[Key, MutexWord]) -> None:
+    def watch(self, mutexes: Mapping[WatchedT, MutexWord]) -> None:
         """Watch these and no others from now on. Does not block. Raises `RuntimeError` if no thread can be started."""
         with self._lock:
             if self._closed or self._words.keys() == mutexes.keys():
@@ -93,7 +93,7 @@ class DeathWatch(Generic[Key]):
 
     def _run(self) -> None:
         request_short_slice()
-        told: set[Key] = set()
+        told: set[WatchedT] = set()
         while True:
             with self._lock:
                 own, mutexes = self._own.value, self._words

@@ -97,7 +97,7 @@ def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: st
     return made
 
 
-def _follow(made: FtProcessGroup, members: world_ranks.Members, group: Any) -> None:
+def _follow(made: FtProcessGroup, members: world_ranks.MembersNow, group: Any) -> None:
     """Let torch know the ranks of the world that are in a group, whatever becomes of replicas."""
     world_ranks.remember(made, members)
     group.internals.on_roster = functools.partial(world_ranks.follow, group)
@@ -105,7 +105,7 @@ def _follow(made: FtProcessGroup, members: world_ranks.Members, group: Any) -> N
 
 def _beneath(
     group: Any, ranks: list[int], dimension: Dimension | None, name: str, timeout: float
-) -> tuple[Any, world_ranks.Members, Callable[[], None]]:
+) -> tuple[Any, world_ranks.MembersNow, Callable[[], None]]:
     """Returns the calls for the group of `ranks`, all of them if empty, who is in it, and what to do at its end."""
     shards: int = group.shards
     first = shards > 1 and dimension is Dimension.REPLICATE and not _meshes
@@ -139,7 +139,7 @@ def _beneath(
     return grid, _product(across, places), end_both
 
 
-def _product(across: Any, places: Sequence[int]) -> world_ranks.Members:
+def _product(across: Any, places: Sequence[int]) -> world_ranks.MembersNow:
     """Returns what tells the members at these places of all replicas of a group that follows the job."""
     return lambda: itertools.product(across.roster, places)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-Members = Callable[[], Iterable[tuple[int, int]]]  # (replica, place in it) of each rank of a group, as of now
+MembersNow = Callable[[], Iterable[tuple[int, int]]]  # (replica, place in it) of each rank of a group, as of now
 
-_members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()  # by process group
+_members: weakref.WeakKeyDictionary[Any, MembersNow] = weakref.WeakKeyDictionary()  # by process group
 
 
 class RanksNow(dict[int, int]):
@@ -37,7 +37,7 @@ class RanksNow(dict[int, int]):
         return self.before[rank]
 
 
-def remember(made: Any, members: Members) -> None:
+def remember(made: Any, members: MembersNow) -> None:
     """Let `follow` keep the process group `made`, which has these members."""
     _members[made] = members
 

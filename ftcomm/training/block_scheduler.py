@@ -17,8 +17,8 @@ MAX_SOURCES = 4
 DEPTH = 4  # requests ahead at one source, so that its link never idles for a round trip
 
 
-Kept = TypeVar("Kept")
-Joiner = tuple[int, str]  # replica, incarnation
+SnapshotT = TypeVar("SnapshotT")
+JoinerLife = tuple[int, str]  # replica, incarnation
 
 
 def sources_of(view: View) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class BlockScheduler:
         return "; ".join(f"replica {source}: {reason}" for source, reason in sorted(self.lost.items()))
 
 
-class Snapshots(Generic[Kept]):
+class Snapshots(Generic[SnapshotT]):
     """The snapshots of a source: for which joiner, and of which step. Not thread-safe.
 
     A joiner whose change was given up before it ran joins again later, in the same life. Views in between, which this
@@ -110,17 +110,17 @@ class Snapshots(Generic[Kept]):
     def __init__(self) -> None:
         self._seen: set[str] = set()  # incarnations in the view at the last boundary
         self._epoch = 0  # the epoch of that view
-        self._kept: dict[Joiner, dict[int, Kept]] = {}
+        self._kept: dict[JoinerLife, dict[int, SnapshotT]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
     @property
-    def joiners(self) -> tuple[Joiner, ...]:
+    def joiners(self) -> tuple[JoinerLife, ...]:
         """The joiners for whom a snapshot is kept."""
         return tuple(self._kept)
 
-    def due(self, step: int, view: View) -> list[Joiner]:
+    def due(self, step: int, view: View) -> list[JoinerLife]:
         """Returns the joiners for which a snapshot is due at the boundary of `step`. Drops snapshots that are no longer
         needed."""
         behind = [(member.replica, member.incarnation) for member in view.members if not member.contributing]
@@ -131,14 +131,14 @@ class Snapshots(Generic[Kept]):
         self._kept = {joiner: kept for joiner, kept in self._kept.items() if joiner in behind}
         return joined
 
-    def put(self, joiners: Iterable[Joiner], step: int, snapshot: Kept) -> None:
+    def put(self, joiners: Iterable[JoinerLife], step: int, snapshot: SnapshotT) -> None:
         for joiner in joiners:
             self._kept.setdefault(joiner, {})[step] = snapshot
 
-    def get(self, joiner: Joiner, step: int) -> Kept | None:
+    def get(self, joiner: JoinerLife, step: int) -> SnapshotT | None:
         return self._kept.get(joiner, {}).get(step)
 
-    def done(self, joiner: Joiner) -> None:
+    def done(self, joiner: JoinerLife) -> None:
         """Note that a joiner has everything."""
         self._kept.pop(joiner, None)
 

@@ -30,7 +30,7 @@ from ftcomm.control.views import View
 from ftcomm.errors import StateError, TransportError
 from ftcomm.recorder.files import process_recorder
 from ftcomm.recorder.layout import PhaseKind
-from ftcomm.training.block_scheduler import BlockScheduler, Joiner, Snapshots, sources_of
+from ftcomm.training.block_scheduler import BlockScheduler, JoinerLife, Snapshots, sources_of
 from ftcomm.training.catchup_protocol import (
     BLOCK,
     MAX_REQUEST,
@@ -85,8 +85,8 @@ class StateSource:
         self._broken = ""  # why there is no snapshot
         self._snapshots: Snapshots[Snapshot] = Snapshots()
         self._moved = threading.Condition()
-        self._open: Counter[Joiner] = Counter()  # connections of each joiner
-        self._closed: dict[Joiner, float] = {}  # when the last one of each has ended
+        self._open: Counter[JoinerLife] = Counter()  # connections of each joiner
+        self._closed: dict[JoinerLife, float] = {}  # when the last one of each has ended
         group.internals.serve("state", self._serve)
 
     def at_boundary(self, step: int, view: View) -> None:
@@ -168,7 +168,7 @@ class StateSource:
                 drop("state", f"the connection of replica {joiner[0]}, which fetches the state: {error}")
 
     @contextlib.contextmanager
-    def _talking(self, joiner: Joiner) -> Iterator[None]:
+    def _talking(self, joiner: JoinerLife) -> Iterator[None]:
         """A context in which a joiner has a connection here."""
         with self._moved:
             self._open[joiner] += 1
@@ -179,7 +179,7 @@ class StateSource:
                 self._open[joiner] -= 1
                 self._closed[joiner] = time.monotonic()
 
-    def _answer(self, sock: Connection, step: int, joiner: Joiner) -> None:
+    def _answer(self, sock: Connection, step: int, joiner: JoinerLife) -> None:
         snapshot = self._await(sock, step, joiner)
         if snapshot is None:
             reason = self._broken or "it took no snapshot for this replica"
@@ -208,7 +208,7 @@ class StateSource:
             self._snapshots.done(joiner)
             self._moved.notify_all()
 
-    def _await(self, sock: Connection, step: int, joiner: Joiner) -> Snapshot | None:
+    def _await(self, sock: Connection, step: int, joiner: JoinerLife) -> Snapshot | None:
         """Wait until this replica has passed the boundary of `step`; the joiner may have done so a step earlier."""
         while True:
             with self._moved:

@@ -39,7 +39,7 @@ from ftcomm.training.state import specs
 
 _REFUSED = ("load_state_dict", "add_param_group")
 _SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives to a fused optimizer, which unscales by itself
-Keep = Callable[[Callable[[], object]], None]  # what to do at replay
+AtReplay = Callable[[Callable[[], object]], None]  # what to do at replay
 
 
 class _Shadow(StepOverride):
@@ -75,7 +75,7 @@ class _Shadow(StepOverride):
 
 class SchedulerShadow(_Shadow):
     def __init__(
-        self, owner: LRScheduler, keep: Keep, unkept: Callable[[], contextlib.AbstractContextManager[None]]
+        self, owner: LRScheduler, keep: AtReplay, unkept: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
         """`unkept` is a context in which nothing is kept."""
         super().__init__(owner)
@@ -104,7 +104,7 @@ class SchedulerShadow(_Shadow):
 class AverageShadow(StepOverride):
     method = "update_parameters"
 
-    def __init__(self, owner: AveragedModel, keep: Keep) -> None:
+    def __init__(self, owner: AveragedModel, keep: AtReplay) -> None:
         super().__init__(owner)
         self._keep = keep
 
@@ -116,7 +116,7 @@ class OptimizerShadow(_Shadow):
     def __init__(
         self,
         owner: Optimizer,
-        keep: Keep,
+        keep: AtReplay,
         put: Callable[[Tensor], SpilledTensor],
         scale: Callable[[], float],
         keeps: Callable[[], bool],

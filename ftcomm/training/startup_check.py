@@ -50,8 +50,9 @@ from ftcomm.training.state import (
 from ftcomm.training.tensor_sums import WORD, tensor_sums
 
 if TYPE_CHECKING:
+    from ftcomm.arrays.flat import Bytes
     from ftcomm.group import Group
-    from ftcomm.training.state import Bytes, Held
+    from ftcomm.training.state import Held
 
 log = logging.getLogger("ftcomm")
 

@@ -26,14 +26,14 @@ import msgspec
 import numpy as np
 
 from ftcomm.arrays import is_cupy, is_torch
-from ftcomm.arrays.dtensor import Layout, Meshes, is_spread, layout, local
+from ftcomm.arrays.dtensor import DTensorLayout, Meshes, is_spread, layout, local
+from ftcomm.arrays.flat import Bytes
 from ftcomm.errors import StateError
 from ftcomm.training.kinds import is_module, is_optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
     Held: TypeAlias = Tensor | Bytes  # the bytes of an array
 
 _FEW = 4  # elements of a row that are sampled; of an array of NumPy, bytes
@@ -93,7 +93,7 @@ class Spec:
     place: int
     dtype: str
     shape: tuple[int, ...]
-    layout: Layout | None = None
+    layout: DTensorLayout | None = None
     array: NumPy | None = None  # the array whose bytes these are
 
     def __str__(self) -> str:
@@ -345,7 +345,7 @@ def _decode(node: Any) -> Any:
             return Spec(place, dtype, tuple(shape))
         case [str(tag), int(place), str(dtype), [*shape], [*how]] if tag == _TENSOR:
             plain = _decode([tag, place, dtype, shape])
-            return dataclasses.replace(plain, layout=msgspec.convert(how, Layout))
+            return dataclasses.replace(plain, layout=msgspec.convert(how, DTensorLayout))
         case [str(tag), int(place), int(nbytes), str(dtype), [*shape], bool(scalar)] if tag == _ARRAY:
             if not all(isinstance(n, int) and n >= 0 for n in shape) or len(shape) > _DIMENSIONS:
                 raise ValueError(f"array {dtype}{shape}")

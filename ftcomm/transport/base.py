@@ -23,7 +23,7 @@ from ftcomm.transport.segment import (
     descriptor,
 )
 
-Lost = Callable[[int, int, str], None]  # (replica, epoch, reason)
+OnLost = Callable[[int, int, str], None]  # (replica, epoch, reason)
 Belongs = tuple[int, int, int]  # `_DESCRIBED`: number, call and detail of the op; TAKEN: a fingerprint, 0, 0
 
 _DESCRIBED = (POSTED, GATHERED, ANNOUNCED)

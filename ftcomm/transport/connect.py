@@ -18,7 +18,7 @@ from ftcomm.errors import TransportError
 from ftcomm.kernels.host.arithmetic import own
 from ftcomm.settings.tuning import BUILT_IN, Tuning, differ
 from ftcomm.sync.futex import TOTAL_STORE_ORDER, Waiter
-from ftcomm.transport.base import Lost, MirrorWriter, Peer, Poller
+from ftcomm.transport.base import MirrorWriter, OnLost, Peer, Poller
 from ftcomm.transport.nixl import network as nixl_network
 from ftcomm.transport.nixl.network import rdma_available
 from ftcomm.transport.secure import plane
@@ -82,7 +82,7 @@ def connect(
     epoch: int,
     mode: str,
     dial: Dial,
-    on_lost: Lost,
+    on_lost: OnLost,
     layout: Layout = HOST,
     data: str = "none",
     lazy: bool = False,
@@ -154,7 +154,7 @@ def accept(
     replica: int,
     epoch: int,
     nonce: str,
-    on_lost: Lost = lambda *lost: None,
+    on_lost: OnLost = lambda *lost: None,
     *,
     data: str = "none",
 ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from ftcomm.control.views import Address
 from ftcomm.sync.death_watch import DeathWatch, MutexWord
-from ftcomm.transport.base import Lost, Peer
+from ftcomm.transport.base import OnLost, Peer
 from ftcomm.transport.connect import Dial, all_by_tcp, connect
 from ftcomm.transport.peer_cache import PeerCache
 from ftcomm.transport.segment import HOST, Layout, mutex
@@ -33,7 +33,7 @@ class Connector:
         here: Address,
         *,
         mode: str,
-        on_lost: Lost,
+        on_lost: OnLost,
         data: str = "none",
         layout: Layout = HOST,
         on_died: Callable[[int, int], None] | None = None,

@@ -11,17 +11,16 @@ import contextlib
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from ftcomm.control import handshake
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.dropped import drop
+from ftcomm.control.incoming import Handler
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
 from ftcomm.errors import ArgumentError, TransportError
-
-Handler = Callable[[Channel, handshake.Fields], None]
 
 PURPOSE = "communicator"  # every connection between members of a communicator has this purpose
 LINK = "link"  # the first connection of a static group; it may come before the group
@@ -39,7 +38,7 @@ class Server(Protocol):
     def serve(self, purpose: str, handler: Handler) -> None: ...
 
 
-class Incoming(NamedTuple):
+class GroupConnection(NamedTuple):
     """A connection for `what` from `member` of the group `group`. `instance` tells that group from earlier ones of its
     name. `epoch` is that of a group with several. `nonce` names the caller's segment, and `there` ours, if the caller
     knows it. `made` is the step boundary that was to come when the caller made its group. A group that was made before
@@ -58,7 +57,7 @@ class Incoming(NamedTuple):
 
 
 class Receiver(Protocol):
-    def take(self, call: Incoming) -> bool:
+    def take(self, call: GroupConnection) -> bool:
         """Own the connection from now on. False if it is not for this group, but maybe for the next one of its name.
         Any thread; does not block."""
         ...
@@ -90,7 +89,7 @@ class ConnectionRouter:
     def __init__(self, server: Server) -> None:
         self._lock = threading.Lock()
         self._receivers: dict[str, Receiver] = {}
-        self._parked: deque[Incoming] = deque()
+        self._parked: deque[GroupConnection] = deque()
         self._closed = False
         self._retired: dict[str, bytes] = {}  # nonce of a segment in a closed group -> the answer to its callers
         self._unmet: dict[str, tuple[int, bytes]] = {}  # by name: groups that were closed unmet, see `retire`
@@ -146,7 +145,7 @@ class ConnectionRouter:
         with self._lock:
             return self._unmet.get(name, (0, b""))[0]
 
-    def _last_message(self, call: Incoming) -> bytes | None:
+    def _last_message(self, call: GroupConnection) -> bytes | None:
         """Returns the answer of the closed group that a call is for; None if there is none. With the lock."""
         if call.what not in (ASK, ENTERED):
             return None
@@ -200,9 +199,9 @@ class ConnectionRouter:
         there = handshake.text(fields, "there") if "there" in fields else ""
         made, since = (handshake.number(fields, x, most=1 << 53) if x in fields else 0 for x in ("made", "since"))
         member = handshake.number(fields, "member")
-        self._deal(Incoming(group, what, member, instance, sock, epoch, nonce, there, made, since))
+        self._deal(GroupConnection(group, what, member, instance, sock, epoch, nonce, there, made, since))
 
-    def _deal(self, call: Incoming) -> None:
+    def _deal(self, call: GroupConnection) -> None:
         refused: Receiver | None = None
         while True:
             with self._lock:
@@ -219,7 +218,7 @@ class ConnectionRouter:
                 if last is not None:
                     sock.sendall(last)
 
-    def _park(self, call: Incoming) -> list[Incoming]:
+    def _park(self, call: GroupConnection) -> list[GroupConnection]:
         """Park a connection. Returns those to close: callers that have hung up, and the oldest if there are too many.
         With the lock."""
         if self._closed:

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.kernels.host.tensors import lasting, scratch, unlocked
+from ftcomm.kernels.host.tensors import HostArray, lasting, scratch, unlocked
 
 BLOCK = 256
 RECORD = np.dtype([("codes", np.uint8, (BLOCK,)), ("scale", np.float32)])
@@ -53,8 +53,6 @@ ROUND_UP = 0x7FFFFF - 0x600000  # carries a mantissa larger than that of `LARGES
 SHIFT = 8  # exponent of `LARGEST`
 TOP = 127 + 119  # highest s with which LARGEST * 2^(s - 127) is finite
 NAN = 0x7F  # code of all elements of a block that is NaN
-
-Array = Any  # a NumPy array, of records or elements
 
 _ROWS = 127  # blocks at a time, which stay in the cache; from 32768 elements on PyTorch may use several threads
 _INFINITE = 0x7F800000
@@ -71,7 +69,7 @@ def blocks(count: int) -> int:
 class Packed:
     """Records in memory that somebody may only read, made ready to be encoded to and decoded from."""
 
-    def __init__(self, records: Array) -> None:
+    def __init__(self, records: HostArray) -> None:
         import torch
 
         records = records if records.flags.writeable else unlocked(records)
@@ -109,7 +107,7 @@ class Packer:
             self._grow(rows)
         return self._values[:rows]
 
-    def encode(self, dtype: str, x: Array, out: Packed) -> None:
+    def encode(self, dtype: str, x: HostArray, out: Packed) -> None:
         """Encode `x`, a carrier array of float32, float16 or bfloat16, to as many blocks as hold it; the last one is
         filled with zeros."""
         elements, rows = _tensor(dtype, x), len(out)
@@ -122,7 +120,7 @@ class Packer:
         flat[len(elements) :].zero_()
         self._store(values, out)
 
-    def decode(self, source: Packed, dtype: str, out: Array) -> None:
+    def decode(self, source: Packed, dtype: str, out: HostArray) -> None:
         """Decode into a carrier array that ends in the last block."""
         elements = _tensor(dtype, out)
         for first, last in _stretches(len(source)):
@@ -146,7 +144,7 @@ class Packer:
                 acc.div_(len(sources))
         self._store(values, out)
 
-    def reduce_decoded(self, sources: Sequence[Packed], op: str, dtype: str, out: Array) -> None:
+    def reduce_decoded(self, sources: Sequence[Packed], op: str, dtype: str, out: HostArray) -> None:
         """Does what `reduce` and then `decode` do: a member that gets the reduced blocks from another one has the same
         values."""
         rows = len(sources[0])
@@ -196,7 +194,7 @@ def _stretches(rows: int) -> list[tuple[int, int]]:
     return [(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)]
 
 
-def _tensor(dtype: str, carrier: Array) -> Any:
+def _tensor(dtype: str, carrier: HostArray) -> Any:
     """Returns a tensor of the elements of a carrier array, in its memory."""
     import torch
 

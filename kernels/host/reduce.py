@@ -20,10 +20,9 @@ import numpy as np
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host import arithmetic
 from ftcomm.kernels.host.fp8 import Packer
-from ftcomm.kernels.host.tensors import scratch, unlocked
+from ftcomm.kernels.host.tensors import HostArray, scratch, unlocked
 
-Array = Any  # a numpy array, or what `Dtype.operand` makes of one
-Reduction = Callable[[Sequence[Array], Array], None]  # (sources in order, output)
+Reduction = Callable[[Sequence[HostArray], HostArray], None]  # (sources in order, output)
 
 # Elements that torch is given at once. From 32768 on it may use several threads, and where one ends, the last elements
 # take another path, which can give a NaN other bits; the number of threads may differ between members.
@@ -38,7 +37,7 @@ class Reducer:
 
     def __init__(self) -> None:
         self._reductions: dict[tuple[str, str, int | None], Reduction] = {}
-        self._scratch: dict[Any, Array] = {}
+        self._scratch: dict[Any, HostArray] = {}
 
     @property
     def arithmetic(self) -> str:
@@ -94,7 +93,7 @@ class Reducer:
 
         acc, wide = scratch(_BLOCK), scratch(_BLOCK)
 
-        def reduce(sources: Sequence[Array], out: Array) -> None:
+        def reduce(sources: Sequence[HostArray], out: HostArray) -> None:
             count = out.numel()
             for start in range(0, count, _BLOCK):
                 stop = min(count, start + _BLOCK)
@@ -112,7 +111,7 @@ class Reducer:
     def _integer_average(self, divisor: int | None) -> Reduction:
         """Summed in 64 bits, so that the average of narrow integers is exact; truncated toward zero, as in C."""
 
-        def reduce(sources: Sequence[Array], out: Array) -> None:
+        def reduce(sources: Sequence[HostArray], out: HostArray) -> None:
             wide = np.dtype("uint64" if out.dtype.kind == "u" else "int64")
             acc = self._buffer(wide, out.size, lambda size: np.empty(size, wide))
             acc[...] = sources[0]
@@ -126,7 +125,7 @@ class Reducer:
 
         return reduce
 
-    def _buffer(self, key: Any, n: int, new: Callable[[int], Array]) -> Array:
+    def _buffer(self, key: Any, n: int, new: Callable[[int], HostArray]) -> HostArray:
         """Returns `n` elements of scratch, kept for the next call."""
         buffer = self._scratch.get(key)
         if buffer is None or len(buffer) < n:
@@ -139,7 +138,7 @@ def is_operand(dtype: str) -> bool:
     return HOST_DTYPES[dtype].kind != "half"
 
 
-def operand(dtype: str, carrier: Array, held: str | None = None) -> Array:
+def operand(dtype: str, carrier: HostArray, held: str | None = None) -> HostArray:
     """Returns what the reductions of `dtype` take for a carrier array: the array itself, or a torch view of its memory.
 
     Those of halves take float32 as well, source or output, and `held` says so of a carrier of partial sums.
@@ -159,7 +158,7 @@ class _Fold:
     def __init__(self, ufunc: np.ufunc) -> None:
         self.ufunc = ufunc
 
-    def __call__(self, sources: Sequence[Array], out: Array) -> None:
+    def __call__(self, sources: Sequence[HostArray], out: HostArray) -> None:
         first, *others = sources
         if not others:
             out[...] = first
@@ -178,14 +177,14 @@ _sum = _Fold(np.add)
 
 
 def _float_average(divisor: int | None) -> Reduction:
-    def reduce(sources: Sequence[Array], out: Array) -> None:
+    def reduce(sources: Sequence[HostArray], out: HostArray) -> None:
         _sum(sources, out)
         np.true_divide(out, divisor or len(sources), out=out)
 
     return reduce
 
 
-def reduce(sources: Sequence[Array], out: Array, op: str = "sum", *, divisor: int | None = None) -> None:
+def reduce(sources: Sequence[HostArray], out: HostArray, op: str = "sum", *, divisor: int | None = None) -> None:
     """Reduce contiguous tensors of the host, of which the output may be one: what kernels are compared with."""
     import torch
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-Array = Any  # a NumPy array
+HostArray = Any  # a NumPy array, or what `Dtype.operand` makes of one
 
 
 def torch_missing(dtype: str) -> str | None:
@@ -40,7 +40,7 @@ def scratch(*shape: int, dtype: str = "float32") -> Any:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
 
 
-def unlocked(array: Array) -> Array:
+def unlocked(array: HostArray) -> HostArray:
     """The same memory, not marked read-only: torch warns about tensors over read-only memory, and we only read."""
     interface = dict(array.__array_interface__)
     interface["data"] = (interface["data"][0], False)
@@ -48,6 +48,6 @@ def unlocked(array: Array) -> Array:
 
 
 class _Exported:
-    def __init__(self, interface: dict[str, Any], keep: Array) -> None:
+    def __init__(self, interface: dict[str, Any], keep: HostArray) -> None:
         self.__array_interface__ = interface
         self._keep = keep

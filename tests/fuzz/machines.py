@@ -18,7 +18,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.joined import Action, Joined
+from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.member import Phase
@@ -89,7 +89,7 @@ class Coordinated:
         told = m.Join(replica, WORDS[replica % 4], Addresses.of((ADDRESS,)), 0, -1, GIVEN["timeouts"])
         self.check(self.machine.receive(conn, told, self.now))
 
-    def check(self, actions: list[ca.Action]) -> None:
+    def check(self, actions: list[ca.CoordinatorAction]) -> None:
         for action in actions:
             if isinstance(action, ca.Persist):
                 replicas = action.view.replicas
@@ -176,7 +176,7 @@ class Ranked:
         if self.joined is None:
             self.check(self.leader.from_coordinator(message))
 
-    def check(self, actions: Sequence[Action]) -> None:
+    def check(self, actions: Sequence[InProcessAction]) -> None:
         for action in actions if self.joined is None else self.joined.carry(actions):
             if isinstance(action, n.Up | n.ToPeer | ToCoordinator | ToRank):
                 sendable(action.message)

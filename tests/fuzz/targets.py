@@ -57,7 +57,7 @@ from ftcomm.training import catchup_protocol as protocol
 from ftcomm.training.intra_replica import IntraReplicaExchange
 from ftcomm.training.state import allocate, first_difference, flatten
 from ftcomm.transport import secure
-from ftcomm.transport.base import Lost
+from ftcomm.transport.base import OnLost
 from ftcomm.transport.nixl import frames as nixl_frames
 from ftcomm.transport.nixl import handshake as nixl_hello
 from ftcomm.transport.segment import CHUNK, HEADER, POSTED, REDUCED, SIZE, TAKEN, Memory
@@ -338,7 +338,7 @@ def mirror(data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def tcp_peer(on_lost: Lost) -> Iterator[tuple[TcpMirror, socket.socket]]:
+def tcp_peer(on_lost: OnLost) -> Iterator[tuple[TcpMirror, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as port:
         far = socket.create_connection(port.getsockname())
         near, _ = port.accept()

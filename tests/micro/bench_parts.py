@@ -20,7 +20,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.resume import resume_tasks
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
-from ftcomm.control.coordinator_actions import Action, Persist, Send
+from ftcomm.control.coordinator_actions import CoordinatorAction, Persist, Send
 from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses
@@ -98,7 +98,7 @@ def formed() -> Coordinator:
     """All members are in their first view."""
     timeouts = Timeouts.derive()
     coordinator = Coordinator(MEMBERS, 1, timeouts, views=[], now=0.0, lifetime=1)
-    actions: list[Action] = []
+    actions: list[CoordinatorAction] = []
     for member in ALL:
         address = Address("h", 1, "b", member, 3, "0" * 32)
         chain = (timeouts.heartbeat, timeouts.op_floor, timeouts.op)

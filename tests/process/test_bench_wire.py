@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ftcomm.bench.baseline import BaselineBlock, whole
-from ftcomm.bench.wire import Pair, Place, Waited, Watched, WireRequest, idle, rows
+from ftcomm.bench.wire import ListenAddress, Pair, Waited, Watched, WireRequest, idle, rows
 from ftcomm.errors import SettingsError
 from ftcomm.lab.netns.relay import Counts
 from ftcomm.lab.netns.slow_network import SlowNetwork
@@ -111,7 +111,7 @@ def test_every_rank_receives_what_its_left_neighbour_has() -> None:
     taken = [np.zeros(nbytes, np.uint8) for _ in range(ranks)]
 
     def body(rank: int) -> None:
-        def tell(mine: Place) -> list[Place]:
+        def tell(mine: ListenAddress) -> list[ListenAddress]:
             places[rank] = mine
             gate.wait()
             return places

@@ -13,7 +13,7 @@ import pytest
 from ftcomm.bench.job import observed
 from ftcomm.bench.research import accuracy
 from ftcomm.bench.research.convergence import Run
-from ftcomm.bench.research.convergence_rank import Record
+from ftcomm.bench.research.convergence_rank import ConvergenceRecord
 from ftcomm.errors import FtcommError
 
 from .conftest import Bench
@@ -68,7 +68,7 @@ def broken(task: BrokenTask) -> None:
 @pytest.mark.protocol
 def test_a_rank_that_fails_ends_the_job_with_its_error(preforked: None) -> None:
     async def job() -> None:
-        async with observed(broken, BrokenTask(), Record, 1, max_restarts=0) as job:
+        async with observed(broken, BrokenTask(), ConvergenceRecord, 1, max_restarts=0) as job:
             await job.until("it never comes to pass", lambda: False, 200)
 
     with pytest.raises(FtcommError, match=r"exit code 1(.|\n)*broken on purpose"):

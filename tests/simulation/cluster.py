@@ -269,7 +269,7 @@ class Cluster:
 
         self._post(self._name(replica, "L"), "C", deliver)
 
-    def _do_coordinator(self, actions: list[ca.Action]) -> None:
+    def _do_coordinator(self, actions: list[ca.CoordinatorAction]) -> None:
         for action in actions:
             if isinstance(action, ca.Persist):
                 self._log(f"view {action.view.epoch} step {action.view.step}: {self._described(action.view)}")
@@ -304,7 +304,7 @@ class Cluster:
 
         return deliver
 
-    def _do_leader(self, replica: Replica, actions: list[lead.Action]) -> None:
+    def _do_leader(self, replica: Replica, actions: list[lead.LeaderAction]) -> None:
         for action in actions:
             if isinstance(action, lead.ToCoordinator):
                 self._to_coordinator(replica, action.message)
@@ -339,7 +339,7 @@ class Cluster:
 
         self._post(self._name(replica, f"{index}>"), self._name(peer, index), deliver)
 
-    def _do_member(self, replica: Replica, index: int, actions: list[mem.Action]) -> None:
+    def _do_member(self, replica: Replica, index: int, actions: list[mem.MemberAction]) -> None:
         rank = replica.ranks[index]
         if not rank.alive:
             return

@@ -32,7 +32,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.joined import Action, Joined
+from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
@@ -495,7 +495,7 @@ class Conversation:
 
         self._post(leader.name, self.at, deliver)
 
-    def _do_coordinator(self, actions: list[ca.Action]) -> None:
+    def _do_coordinator(self, actions: list[ca.CoordinatorAction]) -> None:
         for action in actions:
             if isinstance(action, ca.Persist):
                 view = action.view
@@ -535,7 +535,7 @@ class Conversation:
 
         self._post(source, leader.name, deliver)
 
-    def _do(self, rank: Rank, actions: Sequence[Action]) -> None:
+    def _do(self, rank: Rank, actions: Sequence[InProcessAction]) -> None:
         if not rank.alive:
             return
         for action in actions if rank.joined is None else rank.joined.carry(actions):

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import messages as m
-from ftcomm.control.joined import Action, Joined
+from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.rank_node import ToPeer
 from ftcomm.control.removals import LINGER
 from ftcomm.simulation.history import run
@@ -113,7 +113,7 @@ def test_who_leaves_and_was_not_heard_by_all_is_not_waited_for(monkeypatch: pyte
     leaver = job.replicas[2]
     carry, lost = Joined.carry, list[m.Boundary]()
 
-    def reaches_one(self: Joined, actions: Sequence[Action]) -> list[Action]:
+    def reaches_one(self: Joined, actions: Sequence[InProcessAction]) -> list[InProcessAction]:
         wanted = carry(self, actions)
         said = [x for x in wanted if isinstance(x, ToPeer) and isinstance(x.message, m.Boundary) and x.replica > 0]
         unheard = [x for x in said if self.rank is leaver.ranks[0].node and x.message.view is not None]

@@ -52,16 +52,16 @@ from ftcomm.control.view_differences import ViewsReceived, ViewsSent
 from ftcomm.control.views import NO_ADDRESSES, Addresses, Member, View
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import operand
-from ftcomm.membership.derived import Action, DerivedMembership, Left, TellCaller
+from ftcomm.membership.derived import DerivedAction, DerivedMembership, Left, TellCaller
 from ftcomm.membership.static import FailOps, StaticMembership, TellMember
 from ftcomm.simulation.history import run
 from ftcomm.simulation.leader import SimulatedLeader
-from ftcomm.simulation.rank import Rank
+from ftcomm.simulation.rank import SimulatedRank
 from ftcomm.simulation.script import SimulatedJoiner
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import Incoming
+from ftcomm.transport.router import GroupConnection
 from ftcomm.transport.secure import Gmac
 from ftcomm.transport.segment import ANNOUNCED, GATHERED, LEAST, TAKEN, TAKEN_DOWN, TAKEN_UP, level, levels
 from ftcomm.transport.tcp.mirror import TcpMirror
@@ -649,7 +649,7 @@ def answers_before_it_stops(patch: Patch) -> None:
     """Who is asked for an account by a member of a subgroup that is ahead gives the last one."""
     asked = DerivedMembership.asked
 
-    def hasty(self: DerivedMembership, call: Incoming) -> list[Action]:
+    def hasty(self: DerivedMembership, call: GroupConnection) -> list[DerivedAction]:
         account = self._account
         if account is None or call.epoch <= account.epoch:
             return asked(self, call)
@@ -662,7 +662,7 @@ def forgets_who_has_asked(patch: Patch) -> None:
     """Who is ahead in a subgroup, and has asked, gets no answer."""
     quiesced = DerivedMembership.quiesced
 
-    def forgetful(self: DerivedMembership, *args: Any) -> list[Action]:
+    def forgetful(self: DerivedMembership, *args: Any) -> list[DerivedAction]:
         self._calls.clear()
         return quiesced(self, *args)
 
@@ -678,7 +678,7 @@ def tells_no_account_again(patch: Patch) -> None:
     """Who asks a member of a subgroup that has stopped before gets no answer."""
     asked = DerivedMembership.asked
 
-    def sparing(self: DerivedMembership, call: Incoming) -> list[Action]:
+    def sparing(self: DerivedMembership, call: GroupConnection) -> list[DerivedAction]:
         over = self._account is not None and call.epoch <= self._account.epoch
         return [TellCaller(call, None)] if over else asked(self, call)
 
@@ -697,7 +697,7 @@ def counts_the_ops_of_who_was_never_in(patch: Patch) -> None:
     _closes_unmet(patch)
     left = DerivedMembership.left
 
-    def counting(self: DerivedMembership, epoch: int, replica: int, said: Left, *rest: Any) -> list[Action]:
+    def counting(self: DerivedMembership, epoch: int, replica: int, said: Left, *rest: Any) -> list[DerivedAction]:
         return left(self, epoch, replica, msgspec.structs.replace(said, fresh=False), *rest)
 
     patch.setattr(DerivedMembership, "left", counting)
@@ -715,13 +715,13 @@ def closes_before_it_was_in(patch: Patch) -> None:
     """A joiner closes a group that it was in no view of, though the others are about to ask for its account, and does
     not remember that they made it before it came."""
     _closes_unmet(patch)
-    close = Rank.close_group
+    close = SimulatedRank.close_group
 
-    def forgetful(self: Rank, name: str) -> None:
+    def forgetful(self: SimulatedRank, name: str) -> None:
         close(self, name)
         self._unmet.clear()
 
-    patch.setattr(Rank, "close_group", forgetful)
+    patch.setattr(SimulatedRank, "close_group", forgetful)
 
 
 def opens_any_record(patch: Patch) -> None:

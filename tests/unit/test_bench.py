@@ -25,7 +25,16 @@ from ftcomm.bench.job import Tail
 from ftcomm.bench.overhead import LEVELS, costs
 from ftcomm.bench.peers import missing, theirs
 from ftcomm.bench.recorder_share import RecorderShare
-from ftcomm.bench.recovery import TABLE, Event, RecoveryRequest, good, spans, summaries, summarize, summary_lines
+from ftcomm.bench.recovery import (
+    TABLE,
+    RecoveryEvent,
+    RecoveryRequest,
+    good,
+    spans,
+    summaries,
+    summarize,
+    summary_lines,
+)
 from ftcomm.bench.recovery import draw as draw_recovery
 from ftcomm.bench.sizes import format_size, parse_size, sweep
 from ftcomm.bench.stats import median, percentile, slowest
@@ -427,7 +436,7 @@ def test_tail_leaves_half_a_line(tmp_path: Path) -> None:
 
 
 def test_summary_counts_what_did_not_happen() -> None:
-    good_one = Event(0, 1, 5, 2.0, 40.0, {0: 39.0, 2: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=1 << 20)
+    good_one = RecoveryEvent(0, 1, 5, 2.0, 40.0, {0: 39.0, 2: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=1 << 20)
     lost = {"completed": False, "equal": False, "stall_ms": None, "rejoin_ms": None, "steps_lost": 1}
     bad = msgspec.structs.replace(good_one, number=1, **lost)
     summary = summarize([good_one, bad])
@@ -455,7 +464,7 @@ def test_summary_counts_what_did_not_happen() -> None:
 
 
 def test_parts_of_a_stall_follow_each_other_and_end_with_it() -> None:
-    event = Event(0, 1, 5, 2.0, 40.0, {}, 30.0, True, True, 0, None, view_ms=5.0, resume_ms=10.0)
+    event = RecoveryEvent(0, 1, 5, 2.0, 40.0, {}, 30.0, True, True, 0, None, view_ms=5.0, resume_ms=10.0)
     assert spans(event) == [2.0, 5.0, 15.0, 40.0]
     unknown = msgspec.structs.replace(event, detect_ms=None, view_ms=None, resume_ms=None)
     assert spans(unknown) == [0.0, 0.0, 0.0, 40.0]
@@ -464,7 +473,7 @@ def test_parts_of_a_stall_follow_each_other_and_end_with_it() -> None:
 
 
 def test_the_picture_of_recoveries_that_end_and_of_those_that_do_not(tmp_path: Path) -> None:
-    one = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, view_ms=5.0, resume_ms=10.0)
+    one = RecoveryEvent(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, view_ms=5.0, resume_ms=10.0)
     stop = msgspec.structs.replace(one, fault="stop", stall_ms=4000.0, detect_ms=2000.0, view_ms=3900.0)
     never = msgspec.structs.replace(one, library="gloo", stall_ms=None, completed=False, steps_lost=1)
     draw_recovery([one, stop, never], RecoveryRequest(), header(), tmp_path / "x.svg")
@@ -589,7 +598,7 @@ def test_bad_input_is_a_clear_error_with_code_2(
 def test_a_peer_that_fails_has_a_line_that_says_so_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    event = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5)
+    event = RecoveryEvent(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5)
 
     async def ours(request: RecoveryRequest, report: BenchReport) -> None:
         report.add(event)
@@ -615,7 +624,7 @@ def test_a_peer_that_fails_has_a_line_that_says_so_and_the_rest_goes_on(
 def test_the_command_fails_if_more_is_sent_again_than_was_in_flight(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    event = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5, bytes_in_flight=4)
+    event = RecoveryEvent(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5, bytes_in_flight=4)
 
     async def ours(request: RecoveryRequest, report: BenchReport) -> None:
         report.add(event)

@@ -196,7 +196,7 @@ def test_results_that_are_kept_are_read_by_the_experiments_that_wrote_them() -> 
 
     kinds: dict[str, tuple[str, Any]] = {
         "allreduce": ("rows", collective.CollectiveRow),
-        "recovery": ("events", recovery.Event),
+        "recovery": ("events", recovery.RecoveryEvent),
     }
     for name, (key, kind) in kinds.items():
         path = max((BENCH / "results").glob(f"*-{name}-cpu.json"))

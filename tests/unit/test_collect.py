@@ -16,7 +16,7 @@ import pytest
 from ftcomm.diagnosis import collect
 from ftcomm.diagnosis.causes import StallCause
 from ftcomm.diagnosis.collect import JobPlace, ReplicaPlace, Suspicion
-from ftcomm.diagnosis.connections import Connection
+from ftcomm.diagnosis.connections import TcpConnection
 from ftcomm.diagnosis.facts import Rank
 from ftcomm.diagnosis.verdict import judge
 from ftcomm.recorder.layout import PROCESS_SHAPE, GroupKind, PhaseKind
@@ -24,7 +24,7 @@ from ftcomm.recorder.reader import Recording
 from ftcomm.recorder.recorder import GroupRecorder, Owner, Recorder
 
 ONE, OTHER = ("10.0.0.1", 1000), ("10.0.0.2", 2000)
-Sides = dict[Rank, list[Connection]]
+Sides = dict[Rank, list[TcpConnection]]
 
 
 class Op:
@@ -51,8 +51,8 @@ def job(folder: Path) -> JobPlace:
 
 def cut(one_way: bool) -> Sides:
     """A connection by which nothing comes to the second; nor to the first, if it is not cut one way alone."""
-    to = Connection(ONE, OTHER, waiting=4000, retries=4, acknowledged=9, sent=20, received=20, heard=1.0)
-    back = Connection(OTHER, ONE, waiting=4000, retries=4, acknowledged=9, sent=20, received=12, heard=2.0)
+    to = TcpConnection(ONE, OTHER, waiting=4000, retries=4, acknowledged=9, sent=20, received=20, heard=1.0)
+    back = TcpConnection(OTHER, ONE, waiting=4000, retries=4, acknowledged=9, sent=20, received=12, heard=2.0)
     return {(0, 0): [to], (1, 0): [back if one_way else back._replace(sent=28)]}
 
 

@@ -3,8 +3,7 @@ decides. The long random ones are in tests/simulation."""
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from ftcomm.control import messages as m
@@ -68,7 +67,7 @@ def test_it_is_the_rank_that_was_proved_to_have_ended_that_is_asked() -> None:
         actions = coordinator.receive(0, m.Suspect(1, "life-1", "its process has ended", True, rank), now=1.0)
         assert sum(isinstance(action, Probe) for action in actions) == (rank == 0)
     assert any(isinstance(action, Persist) for action in coordinator.probed(asked, ProbeOutcome.MUTE, 1.0))
-    assert not coordinator.probed(dataclasses.replace(asked, shard=0), ProbeOutcome.MUTE, 1.0), "it has gone by now"
+    assert not coordinator.probed(msgspec.structs.replace(asked, shard=0), ProbeOutcome.MUTE, 1.0), "it has gone by now"
 
 
 @pytest.mark.parametrize("giver", ["lives", "is gone", "has ended"])

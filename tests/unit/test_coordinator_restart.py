@@ -6,7 +6,7 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
-from ftcomm.control.coordinator_actions import Action, Close, Log, Persist, Unfit
+from ftcomm.control.coordinator_actions import Close, CoordinatorAction, Log, Persist, Unfit
 from ftcomm.control.known_job import EARLY
 from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.views import Address, Addresses
@@ -107,7 +107,7 @@ def test_a_second_process_of_one_number_has_to_wait_while_the_first_answers() ->
     said: list[str] = []
     do = script.do
 
-    def listen(actions: list[Action]) -> None:
+    def listen(actions: list[CoordinatorAction]) -> None:
         said.extend(
             action.fields["reason"] for action in actions if isinstance(action, Log) and action.kind == "refused"
         )

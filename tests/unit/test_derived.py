@@ -12,8 +12,8 @@ from ftcomm.control.messages import Progress
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.membership.derived import (
-    Action,
     AskMember,
+    DerivedAction,
     DerivedMembership,
     FailGroup,
     Left,
@@ -23,7 +23,7 @@ from ftcomm.membership.derived import (
     SubgroupProgress,
     TellCaller,
 )
-from ftcomm.transport.router import ASK, ENTERED, Incoming
+from ftcomm.transport.router import ASK, ENTERED, GroupConnection
 
 pytestmark = pytest.mark.protocol
 
@@ -45,12 +45,12 @@ def account(epoch: int, replica: int) -> SubgroupProgress:
     return SubgroupProgress(epoch, at(replica), HELD)
 
 
-def call(epoch: int, member: int, what: str = ASK, nonce: str = "", since: int = 0) -> Incoming:
+def call(epoch: int, member: int, what: str = ASK, nonce: str = "", since: int = 0) -> GroupConnection:
     sock: Any = None
-    return Incoming("g", what, member, f"first-{member}", sock, epoch, nonce or f"{member:032x}", since=since)
+    return GroupConnection("g", what, member, f"first-{member}", sock, epoch, nonce or f"{member:032x}", since=since)
 
 
-def asked(actions: list[Action]) -> list[int]:
+def asked(actions: list[DerivedAction]) -> list[int]:
     return [action.member.replica for action in actions if isinstance(action, AskMember)]
 
 
@@ -61,12 +61,12 @@ class Driven:
         self.machine = DerivedMembership(0, (0, 1, 3), at(0), TIMEOUTS)
         self.now = 0.0
 
-    def stop(self, view: View) -> list[Action]:
+    def stop(self, view: View) -> list[DerivedAction]:
         (freeze,) = self.machine.entered(view)
         assert isinstance(freeze, Freeze)
         return self.machine.quiesced(view.epoch, HELD, self.now)
 
-    def told(self, epoch: int, *replicas: int) -> list[Action]:
+    def told(self, epoch: int, *replicas: int) -> list[DerivedAction]:
         return [a for r in replicas for a in self.machine.told(epoch, r, account(epoch, r), self.now)]
 
     def enter(self, view: View) -> Resume:
@@ -206,7 +206,7 @@ def test_ops_that_a_member_has_not_taken_that_leaves_cannot_be_done(
     driven.enter(job(5, 0, 1, 3))
     actions = driven.machine.left(5, 1, said, returned, issued, 0.0)
     last = returned if said.fresh else said.taken
-    expected: list[Action] = [] if said.fresh else [ReturnedElsewhere(said.returned)]
+    expected: list[DerivedAction] = [] if said.fresh else [ReturnedElsewhere(said.returned)]
     assert actions == [*expected, *([FailGroup(1, last)] if fails else [])]
     assert driven.machine.last == last
     driven.machine.left(5, 3, Left(9, 9), 9, 9, 0.0)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import re
+import textwrap
 import tokenize
+import typing
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.sources import FOLDERS, ROOT, files, parsed
@@ -31,6 +35,8 @@ _NO_MAIN_CLAUSE = """
 NO_MAIN_CLAUSE = frozenset(_NO_MAIN_CLAUSE.split())
 # How a comment does not begin: with somebody whom only its author knows.
 NO_NOUN = frozenset(("likewise", "nobody", "somebody", "who", "whoever", "whom", "whose"))
+# `View`, `_View` and `T`, but not `LIMIT`.
+TYPE_NAME = re.compile(r"_?[A-Z](?:[A-Za-z0-9]*[a-z][A-Za-z0-9]*)?")
 OF_NAMED_TUPLES = frozenset(("_asdict", "_fields", "_make", "_replace"))
 
 # Where all that goes between processes is a message. Words are memory.
@@ -76,14 +82,61 @@ def docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 1), said
 
 
-def test_no_class_has_the_name_of_another() -> None:
+def of_types(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """The classes, aliases, types of `NewType` and type variables that `module` defines at its top."""
+
+    def of(nodes: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+        for node in nodes:
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.ClassDef):
+                yield node.lineno, node.name
+            elif isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign):
+                targets = [node.target]
+            elif isinstance(node, ast.If | ast.Try):
+                yield from of([*node.body, *node.orelse])
+            for target in targets:
+                if isinstance(target, ast.Name) and TYPE_NAME.fullmatch(target.id):
+                    yield node.lineno, target.id
+
+    yield from of(module.body)
+
+
+def test_types_are_seen_however_they_are_defined() -> None:
+    source = """
+        class A: ...
+        if TYPE_CHECKING:
+            Alias: TypeAlias = int
+        _Pair = tuple[int, int]
+        Named = NewType("Named", int)
+        T = TypeVar("T")
+        LIMIT, RATE_ = 2, 3
+        log = get()
+        def inner(): Local = int
+    """
+    assert [name for _, name in of_types(ast.parse(textwrap.dedent(source)))] == ["A", "Alias", "_Pair", "Named", "T"]
+
+
+def test_no_type_has_the_name_of_another() -> None:
     found = defaultdict(list)
     for file, module in modules().items():
-        for node in module.body:
-            if isinstance(node, ast.ClassDef):
-                found[node.name].append(f"{file}:{node.lineno}")
+        for line, name in of_types(module):
+            found[name].append(f"{file}:{line}")
     twice = {name: places for name, places in found.items() if len(places) > 1}
     assert not twice, "each name means one thing: choose another"
+
+
+def test_actions_are_frozen_structs() -> None:
+    aliases = {name: file for file, module in modules().items() for _, name in of_types(module)}
+    of_machines = [name for name in aliases if name.endswith("Action")]
+    assert {"CoordinatorAction", "RankAction", "DerivedAction", "MessageAction"} <= set(of_machines)
+    for name in of_machines:
+        file = Path(aliases[name]).with_suffix("")
+        module = ".".join(file.parts if file.parts[0] == "ftcomm" else ("ftcomm", *file.parts))
+        for kind in typing.get_args(getattr(importlib.import_module(module), name)):
+            assert issubclass(kind, msgspec.Struct), kind
+            assert kind.__struct_config__.frozen, kind
 
 
 @folders

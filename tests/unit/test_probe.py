@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
 import threading
 from typing import Any
@@ -119,7 +118,7 @@ def test_a_stopped_process_has_one_probe_in_its_backlog_however_often_it_is_aske
         prober = probe.Prober(CREDENTIALS)
         member.stop()
         for call in (False, True) * 4:
-            asked = dataclasses.replace(question, call=call)
+            asked = msgspec.structs.replace(question, call=call)
             assert await prober.outcome(asked, "asked", {}, 0.05) is ProbeOutcome.MUTE
         assert len(made) == 1
         member.go_on()

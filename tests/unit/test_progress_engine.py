@@ -21,7 +21,7 @@ from ftcomm.p2p import core, deadlines, matching, progress, protocol
 from ftcomm.p2p.calls import JobProgressEngine, Messages, MessageWork
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import ReceiverKind, SenderKind
-from ftcomm.transport.router import Incoming
+from ftcomm.transport.router import GroupConnection
 from tests.exchange_rig import DEADLINE, Caller, socket_pair
 from tests.static_rig import Ranks, nothing_left, together
 
@@ -511,7 +511,7 @@ def test_in_a_job_the_views_say_who_is_lost_and_who_has_come_back() -> None:
     def dial(replica: int, life: str, epoch: int) -> socket.socket:
         dials.append((life, epoch))
         near, far = socket_pair()
-        replicas[replica]._p2p.incoming(Incoming("*", "p2p", 1 - replica, life, far, epoch))
+        replicas[replica]._p2p.incoming(GroupConnection("*", "p2p", 1 - replica, life, far, epoch))
         return near
 
     replicas = [InJob(0, dial), InJob(1, dial)]
@@ -528,7 +528,9 @@ def test_in_a_job_the_views_say_who_is_lost_and_who_has_come_back() -> None:
                 call()
         near, far = socket_pair()
         life, epoch = dials[0]
-        survivor._p2p.incoming(Incoming("*", "p2p", 1, life, far, epoch))  # it does not know that yet, and calls again
+        survivor._p2p.incoming(
+            GroupConnection("*", "p2p", 1, life, far, epoch)
+        )  # it does not know that yet, and calls again
         near.settimeout(DEADLINE)
         assert near.recv(1) == b""
         near.close()
@@ -559,7 +561,7 @@ def test_in_a_job_the_views_say_who_is_lost_and_who_has_come_back() -> None:
 def test_a_joiner_whose_change_was_given_up_is_heard_when_it_comes_in_again_in_the_same_life() -> None:
     def dial(replica: int, life: str, epoch: int) -> socket.socket:
         near, far = socket_pair()
-        replicas[replica]._p2p.incoming(Incoming("*", "p2p", 1 - replica, life, far, epoch))
+        replicas[replica]._p2p.incoming(GroupConnection("*", "p2p", 1 - replica, life, far, epoch))
         return near
 
     replicas = member, joiner = [InJob(0, dial), InJob(1, dial)]

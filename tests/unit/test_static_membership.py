@@ -9,7 +9,6 @@ from ftcomm.errors import LostError
 from ftcomm.membership.derived import Left
 from ftcomm.membership.static import (
     DOUBT,
-    Action,
     DataEnded,
     End,
     FailOps,
@@ -17,6 +16,7 @@ from ftcomm.membership.static import (
     MemberFailed,
     MemberHello,
     MemberLeft,
+    StaticAction,
     StaticMembership,
     TellMember,
 )
@@ -34,7 +34,7 @@ def member(me: int) -> StaticMembership:
     return made
 
 
-def in_doubt(me: StaticMembership, other: int) -> list[Action]:
+def in_doubt(me: StaticMembership, other: int) -> list[StaticAction]:
     """The connection for data to `other` ends, and time passes."""
     me.severed(other, "connection for data: closed by the other side")
     assert me.waits

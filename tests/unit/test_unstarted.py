@@ -17,7 +17,7 @@ import ftcomm
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
-from ftcomm.control.coordinator_actions import Action, Close, Keep, Log, Send
+from ftcomm.control.coordinator_actions import Close, CoordinatorAction, Keep, Log, Send
 from ftcomm.control.handshake import LONGEST_FIELD, Credentials
 from ftcomm.control.links import ask
 from ftcomm.control.server import CoordinatorServer
@@ -50,11 +50,11 @@ def forming(replicas: int = 3, unstarted: Iterable[Unstarted] = ()) -> Coordinat
     return coordinator
 
 
-def told(actions: list[Action]) -> dict[int, str]:
+def told(actions: list[CoordinatorAction]) -> dict[int, str]:
     return {x.conn: x.message.reason for x in actions if isinstance(x, Send) and isinstance(x.message, m.Removed)}
 
 
-def kept(actions: list[Action]) -> list[tuple[Unstarted, ...]]:
+def kept(actions: list[CoordinatorAction]) -> list[tuple[Unstarted, ...]]:
     return [x.reports for x in actions if isinstance(x, Keep)]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ftcomm.control import messages as m
 from ftcomm.control.directory import Directory
-from ftcomm.control.field_types import Replica
+from ftcomm.control.field_types import ReplicaNumber
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.links import serve_messages
 from ftcomm.control.view_differences import CARRIERS, EncodedOnce, UntoldError, ViewsReceived, ViewsSent, difference
@@ -45,7 +45,7 @@ def where(replica: int, life: int) -> Addresses:
     return Addresses.of(ranks)
 
 
-def view(epoch: int, lives: dict[Replica, int]) -> View:
+def view(epoch: int, lives: dict[ReplicaNumber, int]) -> View:
     members = (Member(r, f"{r}.{life}", where(r, life), life % 2 == 0) for r, life in sorted(lives.items()))
     return View(epoch, None, tuple(members), "why")
 

@@ -24,16 +24,15 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from ftcomm.kernels.dtypes import DTYPES, unsupported
 from ftcomm.kernels.host import arithmetic
 from ftcomm.kernels.host.reduce import Reducer, Reduction
+from ftcomm.kernels.host.tensors import HostArray
 from ftcomm.kernels.spans import MOST_SOURCES, MemorySpan
-
-Array = Any
 
 _APART = 256  # bytes; arrays in scratch memory begin at multiples of it
 _LEAST = 1 << 20  # bytes of scratch memory, so that it grows seldom
@@ -98,7 +97,7 @@ class DeviceReducer(Reducer):
         return found
 
     def _reduce(
-        self, by_host: Reduction, dtype: str, op: str, divisor: int | None, sources: Sequence[Array], out: Array
+        self, by_host: Reduction, dtype: str, op: str, divisor: int | None, sources: Sequence[HostArray], out: HostArray
     ) -> None:
         w = len(sources)
         moves = w == 1 and (op != "avg" or divisor in (None, 1))
@@ -148,12 +147,12 @@ class DeviceReducer(Reducer):
         return {i: self._host + number * apart for number, i in enumerate(which)}
 
 
-def _held(dtype: str, array: Array) -> str:
+def _held(dtype: str, array: HostArray) -> str:
     """The dtype of the elements of what `ftcomm.kernels.host.reduce.operand` has made."""
     return dtype if isinstance(array, np.ndarray) else str(array.dtype).removeprefix("torch.")
 
 
-def _begin(array: Array) -> int:
+def _begin(array: HostArray) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
 
 

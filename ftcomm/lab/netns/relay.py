@@ -41,14 +41,14 @@ BURST = 64  # packets of one host before the others have their turn
 NICE = -10  # a network is not slower because its hosts compute
 
 
-Place = Annotated[int, Meta(ge=0, le=1 << 16)]
-Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
+PlaceNumber = Annotated[int, Meta(ge=0, le=1 << 16)]
+DelaySeconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 
 
 class LinkConditions(msgspec.Struct, frozen=True):
     """The treatment of packets from one place to another: seconds, and bytes of an IP packet."""
 
-    delay: Seconds = 0.0
+    delay: DelaySeconds = 0.0
     loss: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0  # share of packets
     longest: Annotated[int, Meta(ge=0)] = (
         1 << 16
@@ -61,14 +61,14 @@ class PortConditions(msgspec.Struct, frozen=True):
     turn."""
 
     rate: Annotated[float, Meta(ge=0.0)] = 0.0
-    queue: Seconds = 0.1
+    queue: DelaySeconds = 0.1
 
 
 class Change(msgspec.Struct, frozen=True):
     """`links`: (sender, receiver, what it is from now on), by the places' numbers; `ports`: (receiver, the same)."""
 
-    links: list[tuple[Place, Place, LinkConditions]] = []
-    ports: list[tuple[Place, PortConditions]] = []
+    links: list[tuple[PlaceNumber, PlaceNumber, LinkConditions]] = []
+    ports: list[tuple[PlaceNumber, PortConditions]] = []
 
 
 class Counts(msgspec.Struct):

@@ -47,7 +47,7 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # <sys/mount.h>
 
 _COUNTS = msgspec.json.Decoder(Counts)
 
-Links = dict[tuple[int, int], LinkConditions]  # (sender, receiver)
+ConditionsByLink = dict[tuple[int, int], LinkConditions]  # (sender, receiver)
 
 
 class SlowNetwork(network.LabNetwork):
@@ -82,14 +82,14 @@ class SlowNetwork(network.LabNetwork):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def change(self, senders: Collection[int], receivers: Collection[int], **fields: Any) -> Links:
+    def change(self, senders: Collection[int], receivers: Collection[int], **fields: Any) -> ConditionsByLink:
         """Set fields of `LinkConditions` from now on, for what each of `senders` sends to each of `receivers`; returns
         what these links were before, for `restore`."""
         before = {(a, b): self._links[a, b] for a in senders for b in receivers if a != b}
         self.restore({pair: msgspec.structs.replace(link, **fields) for pair, link in before.items()})
         return before
 
-    def restore(self, links: Links) -> None:
+    def restore(self, links: ConditionsByLink) -> None:
         self._links.update(links)
         self._tell(Change(links=[(a + 1, b + 1, link) for (a, b), link in links.items()]))
 

@@ -19,14 +19,14 @@ MOST = 32  # connections at once
 BEHIND = 8 << 20  # bytes by which a subscriber may lag before it is cut off
 CLOSING = 5.0  # s to close a connection that takes no answers
 
-Handler = Callable[[protocol.AnyRequest], protocol.AnyAnswer]
+RequestHandler = Callable[[protocol.AnyRequest], protocol.AnyAnswer]
 
 
 class AdminServer:
     """The server, on one event loop. `handle` answers every request but `GetEvents`; an `FtcommError` of it is a
     refusal."""
 
-    def __init__(self, path: Path, handle: Handler) -> None:
+    def __init__(self, path: Path, handle: RequestHandler) -> None:
         self.path = path
         self._handle = handle
         self._server: asyncio.Server | None = None

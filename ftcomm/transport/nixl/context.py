@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ftcomm.control import fork
 from ftcomm.control.sealed import Connection
 from ftcomm.errors import TransportError
-from ftcomm.transport.base import Lost
+from ftcomm.transport.base import OnLost
 from ftcomm.transport.nixl import handshake, mirror
 from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.hearing import HearingProbe
@@ -63,7 +63,7 @@ class Nixl:
         epoch: int,
         nonce: str,
         dial: Callable[[], Connection],
-        on_lost: Lost,
+        on_lost: OnLost,
         layout: Layout = HOST,
     ) -> mirror.NixlMirror:
         """Make the reader's side of a connection, which `dial` opens. Blocks until a put has come through.
@@ -85,7 +85,7 @@ class Nixl:
             time.sleep(_AGAIN)
 
     def _connect(
-        self, replica: int, epoch: int, nonce: str, sock: Connection, on_lost: Lost, layout: Layout, doubt: bool
+        self, replica: int, epoch: int, nonce: str, sock: Connection, on_lost: OnLost, layout: Layout, doubt: bool
     ) -> mirror.NixlMirror:
         try:
             endpoint = self.endpoint()
@@ -102,7 +102,7 @@ class Nixl:
             sock.close()
             raise
 
-    def accept(self, replica: int, epoch: int, sock: Connection, on_lost: Lost) -> NixlMirrorWriter:
+    def accept(self, replica: int, epoch: int, sock: Connection, on_lost: OnLost) -> NixlMirrorWriter:
         """Make the writer's side. Raises `TransportError` or `OSError`, and tells the other side as well."""
         try:
             here = mirror.kind_of(None)

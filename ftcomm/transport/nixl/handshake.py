@@ -35,15 +35,15 @@ HELD = 120.0  # s until it speaks, if its kernel answers: it may hold its interp
 _LOOK = 0.5  # s between two checks that the kernel answers
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
 _Word = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-_Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Int31 = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class Compatibility(msgspec.Struct, frozen=True):
     """Says what both sides must have in common, and what only explains a difference."""
 
-    version: _Count
-    slots: _Count
-    chunk: _Count
+    version: _Int31
+    slots: _Int31
+    chunk: _Int31
     nixl: t.Name = ""  # for people: other versions of NIXL may understand each other
     devices: t.Name = ""
 
@@ -54,7 +54,7 @@ class ReaderRequest(msgspec.Struct, frozen=True, tag="wanted"):
     kind: Compatibility
     token: _Word  # names the mirror
     address: _Word
-    nbytes: _Count
+    nbytes: _Int31
     channel: _Word  # random; notifications with another channel do not count
     agents: Annotated[tuple[tuple[t.Name, _Blob], ...], Meta(min_length=1, max_length=16)]  # (name, metadata) of rails
     doubt: bool = False  # nothing came by the last connection

@@ -27,7 +27,7 @@ from ftcomm.control.sealed import Connection
 from ftcomm.errors import TransportError
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.sync.futex import wake
-from ftcomm.transport.base import Lost, Peer, raise_word
+from ftcomm.transport.base import OnLost, Peer, raise_word
 from ftcomm.transport.epoll_thread import EPOLL_THREAD
 from ftcomm.transport.nixl import frames, handshake
 from ftcomm.transport.nixl.agent import NixlEndpoint
@@ -60,7 +60,7 @@ class NixlMirror(Peer):
         replica: int,
         epoch: int,
         sock: Connection,
-        on_lost: Lost,
+        on_lost: OnLost,
         layout: Layout = HOST,
     ) -> None:
         super().__init__(replica)

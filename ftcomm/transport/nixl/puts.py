@@ -34,7 +34,7 @@ log = logging.getLogger("ftcomm.transport")
 
 _PREPARED = 2048  # puts to a peer that are kept ready: 1 GB in puts of a chunk
 
-Place = tuple[int, int, int, int]  # rail, address here, address there, bytes
+PutSpan = tuple[int, int, int, int]  # rail, address here, address there, bytes
 
 
 class Sender:
@@ -60,7 +60,7 @@ class Put:
     handle: Any
     remote: Remote
     region: Region
-    place: Place
+    place: PutSpan
     payload: Any = None  # keeps the memory there for as long as the put is under way
     sender: Sender | None = None  # None: not under way
     frame: Any = None
@@ -73,7 +73,7 @@ class Remote:
     def __init__(self, names: tuple[str, ...], token: int, address: int) -> None:
         self.names, self.token, self.address = names, token, address
         self.windows = [Window(STAGED // len(names)) for _ in names]
-        self.idle: OrderedDict[Place, list[Put]] = OrderedDict()  # the least recently used first
+        self.idle: OrderedDict[PutSpan, list[Put]] = OrderedDict()  # the least recently used first
         self.failed: list[Put] = []
         self.senders: set[Sender] = set()  # senders with open connections
         self.since = time.monotonic()  # when the last of them left

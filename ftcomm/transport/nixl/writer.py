@@ -13,7 +13,7 @@ import socket
 from collections import deque
 
 from ftcomm.control.sealed import Connection
-from ftcomm.transport.base import Belongs, Lost, MirrorWriter
+from ftcomm.transport.base import Belongs, MirrorWriter, OnLost
 from ftcomm.transport.nixl import frames
 from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.memory import address_of
@@ -23,7 +23,7 @@ from ftcomm.transport.segment import CHUNK, HEADER, POSTED, STAGED
 
 _AT_ONCE = 2 * CHUNK  # bytes that are put at once; fewer wait for more, or for an idle driver
 
-_Left = tuple[int, int, int, memoryview, tuple[int, int, int]]  # word, value, start, payload, `Belongs`
+_QueuedFrame = tuple[int, int, int, memoryview, tuple[int, int, int]]  # word, value, start, payload, `Belongs`
 _FULL = (1 << 64) - 2  # the value of an eventfd without room
 
 
@@ -51,12 +51,12 @@ class NixlMirrorWriter(MirrorWriter, Sender):
         sock: Connection,
         replica: int,
         epoch: int,
-        on_lost: Lost,
+        on_lost: OnLost,
     ) -> None:
         self.replica, self.epoch = replica, epoch
         self._endpoint, self._remote, self._channel = endpoint, remote, channel
         self._sock, self._on_lost = sock, on_lost
-        self._queue: deque[_Left] = deque()  # frames not begun
+        self._queue: deque[_QueuedFrame] = deque()  # frames not begun
         self._begun: deque[_Begun] = deque()  # frames not announced; guarded by the lock of the endpoint
         self._number = 0  # the number of the next frame
         self._held = 0  # bytes in the queue for puts
@@ -147,7 +147,7 @@ class NixlMirrorWriter(MirrorWriter, Sender):
             self._sock.close()
             os.close(self._fd)
 
-    def _post(self, queue: deque[_Left]) -> bool:
+    def _post(self, queue: deque[_QueuedFrame]) -> bool:
         """Take the first frame off the queue, with those that the same put carries. With the lock. False if no rail has
         room."""
         word, value, start, payload, belongs = queue[0]
@@ -178,7 +178,7 @@ class NixlMirrorWriter(MirrorWriter, Sender):
             self._put(begun, rail, payload[offset : offset + size], base + offset)
         return True
 
-    def _adjacent(self, queue: deque[_Left]) -> int:
+    def _adjacent(self, queue: deque[_QueuedFrame]) -> int:
         """Returns how many of the first frames lie side by side, here and in the mirror."""
         word, value, start, payload, _ = queue[0]
         count = 1

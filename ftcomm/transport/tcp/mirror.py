@@ -46,7 +46,7 @@ from ftcomm.control.sealed import Connection, pending
 from ftcomm.control.wire import for_bulk
 from ftcomm.kernels.epochs import COUNTER, COUNTS, EPOCHS
 from ftcomm.sync.futex import wake
-from ftcomm.transport.base import Belongs, Lost, Peer, raise_word
+from ftcomm.transport.base import Belongs, OnLost, Peer, raise_word
 from ftcomm.transport.epoll_thread import ENDED, EPOLL_THREAD
 from ftcomm.transport.segment import ENDS, HEADER, HOST, POSTED, TAKEN, Layout
 from ftcomm.transport.tcp import frames
@@ -72,7 +72,9 @@ class TcpMirror(Peer):
 
     transport = "tcp"
 
-    def __init__(self, replica: int, epoch: int, sock: Connection | None, on_lost: Lost, layout: Layout = HOST) -> None:
+    def __init__(
+        self, replica: int, epoch: int, sock: Connection | None, on_lost: OnLost, layout: Layout = HOST
+    ) -> None:
         super().__init__(replica)
         self._lay_out(layout)
         self._epoch = epoch  # the epoch that this member is in, or about to enter

@@ -18,7 +18,7 @@ _AT_ONCE = 32 << 10  # bytes of a payload that is sent at once, not gathered wit
 _FIRST = (POSTED, GATHERED, ANNOUNCED)  # the words whose payload is the first of its task that a reader gets
 _NOTHING = memoryview(b"")
 
-_Left = tuple[memoryview, int, int, bool]  # bytes to send, their word and value, whether they end their frame
+_FramePart = tuple[memoryview, int, int, bool]  # bytes to send, their word and value, whether they end their frame
 
 
 class TcpMirrorWriter(MirrorWriter):
@@ -31,7 +31,7 @@ class TcpMirrorWriter(MirrorWriter):
         self.replica, self.nonce = replica, nonce
         self.epoch = epoch
         self._sock = sock
-        self._queue: deque[_Left] = deque()
+        self._queue: deque[_FramePart] = deque()
         self._begun = False  # whether the first frame of `_left` has begun to go out
         self._taken: list[tuple[int, int]] = []  # of the frames that `sock` has taken last: they may still be unsent
         # Bytes sent of each slot, by their start. A sum takes the place of its inputs.
@@ -87,7 +87,7 @@ class TcpMirrorWriter(MirrorWriter):
         A frame that has begun is completed, with the bytes that its payload has now: they may lie in an array which is
         the caller's again. No other frame is sent. What the kernels still carry of the epoch no longer counts.
         """
-        rest: list[_Left] = []
+        rest: list[_FramePart] = []
         while self._begun and not (rest and rest[-1][3]):
             buffer, word, value, ends = self._queue.popleft()
             rest.append((memoryview(bytes(buffer)), word, value, ends))
