@@ -183,7 +183,7 @@ class NoData(DataPlane):
     def reaching(self) -> tuple[int, ...]:
         return ()
 
-    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
+    def enter(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
         say(entered=view.epoch, at=time.monotonic())
         return {}
 
@@ -288,8 +288,8 @@ class LightRank:
                         self.ranks.held.append((self, peer, message))
                 case act.Freeze(view):
                     self._freeze(view)
-                case act.Resume(view, _):
-                    self._resume(view)
+                case act.EnterView(view, _):
+                    self._enter(view)
                 case n.LookAtWaits():
                     self.do(self.node.waits(*self.waits()))
                 case act.Known():
@@ -317,14 +317,14 @@ class LightRank:
             if replica in self.column and replica != self.replica:
                 self.do(self.node.peer_opened(replica))
 
-    def _resume(self, view: View) -> None:
+    def _enter(self, view: View) -> None:
         if not self.node.wants(view):
             return
         if self.node.view is None:
             self.step, self.standing = view.step or 0, False
         self.ranks.freed.add(self)
         self.ranks.entered.setdefault(view.epoch, []).append(time.monotonic())
-        self.do(self.node.resumed(view))
+        self.do(self.node.entered(view))
 
     def waits(self) -> tuple[int, tuple[int, ...]]:
         """The op that stands still, and for whom: for a rank of its column whose script stands still."""

@@ -19,9 +19,9 @@ class Freeze(msgspec.Struct, frozen=True):
     view: View
 
 
-class Resume(msgspec.Struct, frozen=True):
+class EnterView(msgspec.Struct, frozen=True):
     """Reach the memory of all members, which have stopped, as long as `RankNode.wants(view)`. Then start the exchange
-    from what they hold. Answer with `resumed`, or with `unreachable` and try again."""
+    from what they hold. Answer with `entered`, or with `unreachable` and try again."""
 
     view: View
     progress: dict[int, m.Progress]

@@ -569,8 +569,8 @@ class Agent:
                 self._peers.send(action.replica, action.message)
             elif isinstance(action, act.Freeze):
                 self._entry.freeze(action.view)
-            elif isinstance(action, act.Resume):
-                self._spawn(self._entry.resume(action.view, action.progress))
+            elif isinstance(action, act.EnterView):
+                self._spawn(self._entry.enter(action.view, action.progress))
             elif isinstance(action, n.LookAtWaits):
                 op, waiting_on = self.data_plane.stalls(self._timeouts.beat) or (0, ())
                 self._do(self._node.waits, op, waiting_on)

@@ -27,7 +27,7 @@ class DataPlane(Protocol):
     def progress(self) -> m.Progress: ...
 
     def awaited(self) -> Mapping[int, float]:
-        """Returns for how many seconds it has waited for each replica. Called between `quiesced` and `resume`."""
+        """Returns for how many seconds it has waited for each replica. Called between `quiesced` and `enter`."""
 
     def hand_waits(self, seconds: Mapping[int, float]) -> None:
         """Let the next op wait for replicas as if it had waited for so many seconds already."""
@@ -43,8 +43,8 @@ class DataPlane(Protocol):
     def reaching(self) -> tuple[int, ...]:
         """The replica whose memory `reach` is about to reach, if any. Any thread."""
 
-    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
-        """Resume. Returns what was in flight, for the log."""
+    def enter(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
+        """Enter `view`. Returns what was in flight, for the log."""
 
     def stalls(self, seconds: float) -> WaitsFor | None:
         """Returns the op in flight that has made no progress for `seconds`, and the replicas that it waits for; None

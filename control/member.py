@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 from ftcomm.control import messages as m
-from ftcomm.control.actions import Failed, Freeze, GoOn, JoinPending, Known, Passed, Resume
+from ftcomm.control.actions import EnterView, Failed, Freeze, GoOn, JoinPending, Known, Passed
 from ftcomm.control.views import View
 
 
@@ -22,7 +22,7 @@ class ToMember(msgspec.Struct, frozen=True):
     message: m.MemberProgress
 
 
-MemberAction = ToLeader | ToMember | Freeze | Resume | Passed | Failed | JoinPending | Known | GoOn
+MemberAction = ToLeader | ToMember | Freeze | EnterView | Passed | Failed | JoinPending | Known | GoOn
 
 AHEAD, MANY = 16, 1 << 16  # epochs, and members in each, whose progress is kept until their view is known
 
@@ -31,7 +31,7 @@ class Phase(enum.Enum):
     JOINING = "joining"  # no view yet; in a running job not before its script is ready
     RUNNING = "running"  # ops are exchanged in `view`
     CHANGING = "changing"  # a newer view is known: quiesce, tell the others the progress, wait for theirs
-    RESUMING = "resuming"  # all have told theirs; the exchange starts again
+    ENTERING = "entering"  # all have told theirs; the exchange starts again
     LEFT = "left"  # the view in force does not have this replica, or it was sent away before any had it
     FAILED = "failed"  # removed, or the job has failed
 
@@ -182,7 +182,7 @@ class Machine:
         self._mine = progress = msgspec.structs.replace(progress, fresh=not self.ran, loop=loop)
         told = m.MemberProgress(self.replica, self.incarnation, self.view.epoch, progress)
         others = [replica for replica in self.view.replicas if replica != self.replica]
-        return [*[ToMember(replica, told) for replica in others], *self._resume()]
+        return [*[ToMember(replica, told) for replica in others], *self._enter()]
 
     # -- the other members ---------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Machine:
             told[message.replica] = message.progress
         while len(self._theirs) > AHEAD:
             del self._theirs[max(self._theirs)]
-        return self._resume()
+        return self._enter()
 
     def again(self, replica: int) -> list[MemberAction]:
         """Repeat over a new link to a member what may have been lost."""
@@ -226,21 +226,21 @@ class Machine:
         """Note that this rank cannot go on."""
         self.phase = Phase.FAILED
 
-    def _resume(self) -> list[MemberAction]:
+    def _enter(self) -> list[MemberAction]:
         if self.phase is not Phase.CHANGING or self.view is None or self._mine is None:
             return []
         told = {**self._theirs.get(self.view.epoch, {}), self.replica: self._mine}
         if not all(replica in told for replica in self.view.replicas):
             return []
         progress = {replica: told[replica] for replica in self.view.replicas}
-        self.phase = Phase.RESUMING
+        self.phase = Phase.ENTERING
         if not self.ran:
             self.loop_of_job = max((told.loop for told in progress.values() if not told.fresh), default=0)
-        return [Resume(self.view, progress)]
+        return [EnterView(self.view, progress)]
 
-    def resumed(self, epoch: int) -> list[MemberAction]:
+    def entered(self, epoch: int) -> list[MemberAction]:
         """Note that the exchange runs in the view of `epoch`."""
-        if self.phase is not Phase.RESUMING or self.view is None or self.view.epoch != epoch:
+        if self.phase is not Phase.ENTERING or self.view is None or self.view.epoch != epoch:
             return []
         self.phase = Phase.RUNNING
         if not self.ran and self.view.step is not None:

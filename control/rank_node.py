@@ -14,7 +14,7 @@ import msgspec
 
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
-from ftcomm.control.actions import Failed, Freeze, GoOn, JoinPending, Known, Passed, Resume
+from ftcomm.control.actions import EnterView, Failed, Freeze, GoOn, JoinPending, Known, Passed
 from ftcomm.control.blame import BOUNDARY, CHANGE
 from ftcomm.control.detector import Detector
 from ftcomm.control.failed_dials import Cause, FailedDials
@@ -62,7 +62,7 @@ RankAction = (
     Up
     | ToPeer
     | Freeze
-    | Resume
+    | EnterView
     | LookAtWaits
     | HandWaits
     | WaitOn
@@ -333,8 +333,8 @@ class RankNode:
         return self._do_member(self.machine.quiesced(epoch, progress))
 
     def wants(self, view: View) -> bool:
-        """Whether the `Resume` for `view` is still to be carried out."""
-        return self.machine.view is view and self.machine.phase is mem.Phase.RESUMING
+        """Whether the `EnterView` for `view` is still to be carried out."""
+        return self.machine.view is view and self.machine.phase is mem.Phase.ENTERING
 
     def reaching(self, replicas: tuple[int, ...]) -> list[RankAction]:
         """Note the replicas whose memory this rank is about to reach. If that takes long, they count as waited for, and
@@ -347,7 +347,7 @@ class RankNode:
         self._unreachable.add(replica)
         return self.dial_failed(replica, epoch, f"its memory cannot be reached: {reason}", cause, now)
 
-    def resumed(self, view: View) -> list[RankAction]:
+    def entered(self, view: View) -> list[RankAction]:
         """Note that the exchange runs in `view`."""
         self.view = view
         self._outbox.only(view)
@@ -356,7 +356,7 @@ class RankNode:
         forgiven = [action for replica in sorted(self._unreachable) for action in self.peer_back(replica)]
         self._unreachable.clear()
         self._reaching = ()
-        return forgiven + self._do_member(self.machine.resumed(view.epoch))
+        return forgiven + self._do_member(self.machine.entered(view.epoch))
 
     def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> list[RankAction]:
         """Note that the exchange has made no progress for its deadline, in a wait of `lasted` seconds. To be repeated
@@ -482,7 +482,7 @@ class RankNode:
         missing = self.machine.missing()
         if self._short and self.machine.phase is not mem.Phase.RUNNING:
             return CHANGE, ()  # the others wait for this one
-        if self.machine.phase is mem.Phase.RESUMING:
+        if self.machine.phase is mem.Phase.ENTERING:
             missing = self._reaching or tuple(self._unreachable)
         if missing:
             return CHANGE, missing

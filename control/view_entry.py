@@ -78,7 +78,7 @@ class ViewEntry:
                 return
             self._data_plane.wake()
 
-    async def resume(self, view: View, progress: dict[int, m.Progress]) -> None:
+    async def enter(self, view: View, progress: dict[int, m.Progress]) -> None:
         told = time.monotonic()
         severed = frozenset(replica for replica, said in progress.items() if self._replica in said.severed)
         while self._node.wants(view):
@@ -95,10 +95,10 @@ class ViewEntry:
         if not self._node.wants(view):
             return
         self._peers.watch(view, local)
-        counts = self._data_plane.resume(view, progress)
+        counts = self._data_plane.enter(view, progress)
         times = {"told_ms": 1e3 * (told - self._since), "resume_ms": 1e3 * (time.monotonic() - self._since)}
         joins = self._joins()
-        self._do(self._node.resumed, view)
+        self._do(self._node.entered, view)
         if joins:
             self._on_joined(view)
         else:

@@ -144,7 +144,7 @@ class Communicator(Generic[ExchangeT]):
 
     def enter(self, plan: GroupView, progress: Mapping[int, Progress]) -> Resumed:
         """Let the exchange enter an expected view, when it stands still."""
-        return self.exchange.resume(plan, self.connector.enter(plan.epoch), progress)
+        return self.exchange.enter(plan, self.connector.enter(plan.epoch), progress)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class LocalDataPlane:
 
     def awaited(self) -> dict[int, float]:
         """Returns for how many seconds this group has waited for each replica. Called between `quiesced` and
-        `resume`."""
+        `enter`."""
         return self._exchange.member.watch.awaited
 
     def hand_waits(self, seconds: Mapping[int, float]) -> None:
@@ -124,7 +124,7 @@ class LocalDataPlane:
         place = ring.index(me)
         return frozenset(ring) - {me, ring[place - 1], ring[(place + 1) % len(ring)]}
 
-    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
+    def enter(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
         plan = self._communicator.plan(view, self._rank, ring=self._communicator.terms.algorithm == "ring")
         if not (plan.one_host or plan.alike):
             log.info(
@@ -133,7 +133,7 @@ class LocalDataPlane:
                 plan.me,
                 self._rank,
             )
-        self._communicator.router.entered(view)
+        self._communicator.router.job_entered(view)
         return self._communicator.enter(plan, progress)._asdict()
 
     def fail(self, reason: str, ending: m.Ending) -> None:
@@ -156,7 +156,7 @@ class LocalDataPlane:
     def coordinator_away(self, seconds: float) -> None:
         self._exchange.coordinator_away(seconds)
 
-    def entered(self, view: View) -> None:
+    def job_entered(self, view: View) -> None:
         self._on_view(view)
         self._p2p.enter(view)
 

@@ -2,7 +2,7 @@
 
 It is an exchange of its own, with a segment and a stream of its own. Which views it enters, and what the members ask of
 each other before, `ftcomm.membership.derived` decides. A thread of the group drives that, one action after the other,
-so that no view is resumed after a newer one has stopped the exchange. What blocks has threads of its own, which tell it
+so that no view is entered after a newer one has stopped the exchange. What blocks has threads of its own, which tell it
 what came of it.
 """
 
@@ -24,7 +24,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Deadlines, Stall
 from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import handshake, wire
-from ftcomm.control.actions import Freeze, Resume
+from ftcomm.control.actions import EnterView, Freeze
 from ftcomm.control.blame import CHANGE
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.dropped import drop
@@ -152,7 +152,7 @@ class SubgroupInternals:
         view = router.newest  # looked at after `open`, so that of every later one we are told
         if view is None:
             return
-        self.entered(view)
+        self.job_entered(view)
         # In a step those that do not come are removed as stalls, which takes longer than an op may.
         timeout = max(timeout, self.call_timeout()) if self._membership.made else timeout
         try:
@@ -243,10 +243,10 @@ class SubgroupInternals:
         """The coordinator was not heard for so long, so who waits for a member waits on."""
         self.exchange.coordinator_away(seconds)
 
-    def entered(self, view: View) -> None:
+    def job_entered(self, view: View) -> None:
         """A view of the job is in force. Does not block."""
         with self._lock:
-            actions = self._membership.entered(view)
+            actions = self._membership.job_entered(view)
             if actions:
                 self.p2p.enter(view)
                 self._events.put(lambda: actions)
@@ -350,10 +350,10 @@ class SubgroupInternals:
                         self._say(self._membership.reached, view.epoch, member.replica)
                     else:
                         self._start(self._reach_member, f"reach-{member.replica}", action)
-                case Resume(view, progress):
+                case EnterView(view, progress):
                     self._communicator.enter(self._communicator.plan(view), progress)
                     with self._changed:
-                        asks = self._membership.resumed(view.epoch)
+                        asks = self._membership.entered(view.epoch)
                         self._changed.notify_all()
                     self._do(asks)
                 case ReportStall(epoch, missing, lasted):

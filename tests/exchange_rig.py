@@ -79,7 +79,7 @@ def mirrored(replica: int = 0) -> tuple[Exchange, Segment]:
     peer = ShmPeer(replica + 1, os.getpid(), segment.fd, segment.nonce, LAYOUT)
     told = exchange.progress()
     view = GroupView(1, replica, members, frozenset(members), True)
-    exchange.resume(view, {replica + 1: peer}, dict.fromkeys(members, told))
+    exchange.enter(view, {replica + 1: peer}, dict.fromkeys(members, told))
     return exchange, segment
 
 
@@ -89,7 +89,7 @@ class NoExchange:
     def __init__(self) -> None:
         self.views: list[GroupView] = []
 
-    def resume(self, view: GroupView, *rest: object) -> Resumed:
+    def enter(self, view: GroupView, *rest: object) -> Resumed:
         self.views.append(view)
         return Resumed(0, 0, 0)
 
@@ -171,7 +171,7 @@ class Rig:
             ring, hosts = self.ring(m, members), self.hosts(m, members)
             more = {"tuning": ROWS} if self.how == "rows" else {}
             view = GroupView(self.epoch, m, members, counted, one_host, ring, self.how == "alike", hosts=hosts, **more)
-            self.members[m].exchange.resume(view, self.peers(m, members), progress)
+            self.members[m].exchange.enter(view, self.peers(m, members), progress)
 
     def ring(self, me: int, members: tuple[int, ...]) -> tuple[int, ...]:
         """Not in the order of the numbers."""

@@ -27,7 +27,7 @@ class IdleDataPlane:
     def reaching(self) -> tuple[int, ...]:
         return ()
 
-    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
+    def enter(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
         return {}
 
     def stalls(self, seconds: float) -> None: ...

@@ -86,7 +86,7 @@ def running(replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0
 
 
 def change(node: Process, to: View) -> list[InProcessAction]:
-    """The view, told, installed and resumed."""
+    """The view, told, installed and entered."""
     actions = node.from_up(m.NewView(to))
     assert act.Freeze(to) in actions
     actions += node.quiesced(to.epoch, m.Progress(0, ()))
@@ -96,7 +96,7 @@ def change(node: Process, to: View) -> list[InProcessAction]:
                 m.MemberProgress(replica, f"life-{replica}", to.epoch, m.Progress(0, (), fresh=to.epoch == 1)), 0.0
             )
     assert node.wants(to)
-    return actions + node.resumed(to)
+    return actions + node.entered(to)
 
 
 def said(actions: list[InProcessAction], kind: type) -> list[m.Message]:

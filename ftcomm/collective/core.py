@@ -223,7 +223,7 @@ class ExchangeCore:
             for reader in self.stream.close(nonces):
                 self._pending.bring_back(reader)
         self.stream = stream
-        entered = member.go_on(view, progress, stay)
+        entered = member.enter(view, progress, stay)
         stream.pipeline.unposted.extend(self._inflight.ops)
         return entered
 

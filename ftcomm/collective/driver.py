@@ -59,7 +59,7 @@ class Driver:
         # is in flight, one of them does. An interrupt may come between any two lines of the calling thread, which must
         # then know whether it was the one.
         self._by: object = None
-        self._parked = False  # a thread drives, but waits for `resume` or `fail`
+        self._parked = False  # a thread drives, but waits for `entered` or `fail`
         # When, in `Watchdog.ran`, it waits for a view no longer, unless the job goes on to the next; None: it does not.
         self.deadline: float | None = None
         self._quiesced: list[Callable[[], None]] = []
@@ -189,7 +189,7 @@ class Driver:
             if self._by is None:
                 self._core.forget()
 
-    def resumed(self, error: BaseException | None) -> None:
+    def entered(self, error: BaseException | None) -> None:
         """Note that the core has entered a view; it fails with `error`, if there is one. With the mutex."""
         if error is not None:
             self.end(error)

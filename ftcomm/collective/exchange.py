@@ -2,7 +2,7 @@
 
     freeze      the driver stops at its next wait (between two memory operations) and parks
     progress    returns what this member holds, for the others
-    resume      a new epoch: a new stream, with the tasks that are left; the driver goes on
+    enter       a new epoch: a new stream, with the tasks that are left; the driver goes on
 
 It consists of a core, which decides and moves (`ftcomm.collective.core`), a driver, which says when
 (`ftcomm.collective.driver`), and the threads that do it (`ftcomm.collective.threads`).
@@ -147,22 +147,22 @@ class Exchange(GroupExchange[Operation]):
     def admit(self, reader: MirrorWriter) -> None:
         """Serve a member that reads this one through a connection.
 
-        May come before `resume` for the epoch that it was dialled for, or long after: the member gets what it missed.
+        May come before `enter` for the epoch that it was dialled for, or long after: the member gets what it missed.
         Replaces the connection that it had before. Serves in later epochs, too, as long as that life is a member."""
         with self._mutex:
             self.core.admit(reader)
         self._waiter.interrupt()
 
-    def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
+    def enter(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
         with self._mutex:
             member, driver = self.member, self.driver
             if not member.frozen or not driver.has_quiesced:
-                raise RuntimeError("resume() before the engine has quiesced")
+                raise RuntimeError("enter() before the engine has quiesced")
             if member.error is not None:
                 return Resumed(0, 0, 0)
             self._waiter.rounds = self._rounds(peers)
             resumed, failed = self.core.enter(view, peers, progress)
-            driver.resumed(failed)
+            driver.entered(failed)
         if failed is not None:
             self._on_failed(failed)
         return resumed

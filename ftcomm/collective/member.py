@@ -78,7 +78,7 @@ class GroupMember(Generic[OpT]):
         before, self.peers = self.nonces, dict(peers)
         return [replica for replica, nonce in self.nonces.items() if before.get(replica) == nonce]
 
-    def go_on(self, view: GroupView, progress: Mapping[int, Progress], stay: Collection[int]) -> Entered:
+    def enter(self, view: GroupView, progress: Mapping[int, Progress], stay: Collection[int]) -> Entered:
         """Enter `view` with what all its members have told: return what is done, and plan what is left of the rest.
         `stay` is what `replace_peers` has returned."""
         ops = list(self.inflight.ops)
@@ -141,7 +141,7 @@ class GroupMember(Generic[OpT]):
 
 
 class GroupExchange(ABC, Generic[OpT]):
-    """The collectives of one member of a group. Frozen until the first `resume`; ops submitted before wait for it.
+    """The collectives of one member of a group. Frozen until the first `enter`; ops submitted before wait for it.
 
     `changed` is told when a view was entered, and at the end; with its lock transitions are guarded.
     """
@@ -252,7 +252,7 @@ class GroupExchange(ABC, Generic[OpT]):
 
     @abstractmethod
     def progress(self) -> Progress:
-        """Returns where this member stands. Called between `quiesced` and `resume`. Raises the engine's error if it has
+        """Returns where this member stands. Called between `quiesced` and `enter`. Raises the engine's error if it has
         failed."""
 
     @abstractmethod
@@ -260,7 +260,7 @@ class GroupExchange(ABC, Generic[OpT]):
         """Serve, or refuse, a member that reads this one through a connection."""
 
     @abstractmethod
-    def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
+    def enter(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
         """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members, this one too.
 
         A defect in the members' accounts of themselves fails the engine with `ProtocolError`.

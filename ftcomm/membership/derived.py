@@ -11,7 +11,7 @@ stops, and asks the others of that view for their accounts:
       Freeze, quiesced
       AskMember(epoch)                 --->     asked: kept until j has stopped for that epoch, or a later one
                                        <---     TellCaller(SubgroupProgress(epoch, segment, progress))
-      told by all: ReachMember, reached: Resume
+      told by all: ReachMember, reached: EnterView
       AskMember(epoch, entered)        --->     asked: j may leave, as far as i is concerned
 
 A member that closes the group waits until the others have entered what it has entered, and until what it has taken has
@@ -33,7 +33,7 @@ import msgspec
 from msgspec import Meta
 
 from ftcomm.control import field_types as t
-from ftcomm.control.actions import Freeze, Resume
+from ftcomm.control.actions import EnterView, Freeze
 from ftcomm.control.messages import Progress
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
@@ -107,7 +107,7 @@ class FailGroup(msgspec.Struct, frozen=True):
     ops: int
 
 
-DerivedAction = Freeze | AskMember | TellCaller | ReachMember | Resume | ReportStall | ReturnedElsewhere | FailGroup
+DerivedAction = Freeze | AskMember | TellCaller | ReachMember | EnterView | ReportStall | ReturnedElsewhere | FailGroup
 
 
 class DerivedMembership:
@@ -142,7 +142,7 @@ class DerivedMembership:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def entered(self, view: View) -> list[DerivedAction]:
+    def job_entered(self, view: View) -> list[DerivedAction]:
         """Note that a view of the job is in force."""
         if self.made is None:
             self.made = view.step or 0
@@ -243,7 +243,7 @@ class DerivedMembership:
             self._retries[replica] = now + self._timeouts.beat
         return []
 
-    def resumed(self, epoch: int) -> list[DerivedAction]:
+    def entered(self, epoch: int) -> list[DerivedAction]:
         """Note that the exchange runs in `epoch`."""
         self.epoch = epoch
         return [self._ask(member) for member in self._others()] if self.is_current(epoch) else []
@@ -371,7 +371,7 @@ class DerivedMembership:
             for m in self.view.members
         )
         view = msgspec.structs.replace(self.view, members=members)
-        return [Resume(view, {replica: account.progress for replica, account in accounts.items()})]
+        return [EnterView(view, {replica: account.progress for replica, account in accounts.items()})]
 
     def _overdue(self) -> float:
         """Returns when a stall is reported next. After a loss all hear of the view at once. Otherwise a member waits

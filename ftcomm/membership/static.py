@@ -217,7 +217,7 @@ class StaticMembership:
         does, a moment later."""
         self._doubts.setdefault(member, why)
 
-    def entered(self, view: View) -> list[StaticAction]:
+    def job_entered(self, view: View) -> list[StaticAction]:
         """A view of the job is in force: a rank whose life is not in it is lost."""
         actions: list[StaticAction] = []
         for rank, replica in enumerate(self._replicas):

@@ -216,7 +216,7 @@ class SimulatedExchange:
         plan = self._plan(view, {member.replica: member.ranks[index] for member in view.members})
         self.rank.promises.reordered |= bool(plan.ring or plan.hosts or plan.tree)
         ops = list(self.inflight.ops)
-        resumed = self.exchange.resume(plan, peers, progress)
+        resumed = self.exchange.enter(plan, peers, progress)
         self.rank.promises.copies += resumed.copied
         for op in ops:
             if op.done:

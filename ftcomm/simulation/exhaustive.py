@@ -27,8 +27,8 @@ compares the two):
   posted, never for what they have not; a post that comes later is a member that is slow to read it, which is explored;
   and what is overwritten is overwritten as early as can be, which is the worst. Not so a post of an atomic op that
   turns FINAL back into INPUT, or that compares fingerprints.
-- The progress of a member is delivered when it is sent. It does nothing before the receiver carries out the `Resume`
-  that it completes, which is a step of its own; one that is lost is one whose `Resume` is not carried out before the
+- The progress of a member is delivered when it is sent. It does nothing before the receiver carries out the `EnterView`
+  that it completes, which is a step of its own; one that is lost is one whose `EnterView` is not carried out before the
   next view, and that comes, since its sender is gone.
 - Hearing of a view and having quiesced are one step: what is done in between could as well be done before hearing.
 - A crash, and that the coordinator notices it later: all that others see of the time in between is a member that is

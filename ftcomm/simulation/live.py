@@ -205,7 +205,7 @@ class Live:
             on_divergence=self._diverged if group.verify else None,
         )
         self.core.stream_type = stream
-        self.pending: tuple[View, dict[int, m.Progress]] | None = None  # a `Resume` that is yet to be carried out
+        self.pending: tuple[View, dict[int, m.Progress]] | None = None  # an `EnterView` that is yet to be carried out
         self._streams: dict[GroupView, SteppedStream] = {}
         self._references = References()
         self._operations: dict[int, Operation] = {}  # by number; the caller's buffers stay where they are
@@ -424,7 +424,7 @@ class Live:
         return f"is told what {getattr(message, 'replica', '?')} holds"
 
     def enter(self) -> str:
-        """Carry out a `Resume`, as `ftcomm.data_plane` and `Exchange.resume` do."""
+        """Carry out an `EnterView`, as `ftcomm.data_plane` and `Exchange.enter` do."""
         if self.pending is None:
             return ""
         (view, progress), self.pending = self.pending, None
@@ -441,7 +441,7 @@ class Live:
         assert self.stream is not None
         self._streams[plan], self.entered = self.stream, view
         said = [self._returns(op) for op in in_flight if op.done]
-        self._do(self.node.resumed(view))
+        self._do(self.node.entered(view))
         left = f"{resumed.copied} chunks to copy, {resumed.reduced} to reduce again" if resumed.ops else "no op open"
         return "; ".join([f"enters view {view.epoch} of {_names(view.replicas)}, {left}", *said])
 
@@ -461,7 +461,7 @@ class Live:
                 if self.stream is not None:
                     self.stream.seen = 0
                 self._do(self.node.quiesced(action.view.epoch, self.core.progress()))
-            elif isinstance(action, act.Resume):
+            elif isinstance(action, act.EnterView):
                 self.pending = (action.view, dict(action.progress))
             elif isinstance(action, act.Failed):
                 self.failed = True

@@ -1,6 +1,6 @@
 """A simulated process: one rank, with all that is pure of the product in it, driven as the product drives it.
 
-RankNode                  as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
+RankNode                  as `ftcomm.control.agent` drives it: links, ticks, Freeze and EnterView
 LeaderNode                if there is no other rank, as `ftcomm.control.leader_driver` drives it; else see
                           `ftcomm.simulation.leader`
 ExchangeCore              see `ftcomm.simulation.exchange`: one of the group of all, and one of each subgroup
@@ -263,7 +263,7 @@ class SimulatedRank(Process):
                         known[1].send(message)
                 case act.Freeze(view):
                     self._freeze(view)
-                case act.Resume(view, progress):
+                case act.EnterView(view, progress):
                     self._reach(view, progress)
                 case n.LookAtWaits():
                     self.do(self.node.waits(*self._waiting()))
@@ -472,10 +472,10 @@ class SimulatedRank(Process):
         first = self.exchange.core.stream is None
         self._entered = view
         for group in self._of_some():
-            group.entered(view)
+            group.job_entered(view)
         resumed = self.exchange.enter(view, self.index, peers, progress)
         self.say("enters %s: %s", described(view), resumed)
-        self.do(self.node.resumed(view))
+        self.do(self.node.entered(view))
         if first:
             self.wake("known", view)
             self.wake("join", view)
@@ -506,7 +506,7 @@ class SimulatedRank(Process):
         group = self.groups[name] = SimulatedSubgroup(self, name, number, among, self._made)
         self.exchanges[group.exchange.memory.nonce] = group.exchange
         if self._entered is not None:
-            group.entered(self._entered)
+            group.job_entered(self._entered)
         self._deal_again()
 
     def _of_some(self) -> list[SimulatedSubgroup | SimulatedStaticGroup]:

@@ -93,7 +93,7 @@ class SimulatedStaticGroup:
 
     def begin(self, view: View, seconds: float) -> None:
         """Meet the others, within so many seconds."""
-        self.entered(view)
+        self.job_entered(view)
         for member in range(self.me):
             self._dial_link(member)
         self.rank.after(seconds, self._deadline)
@@ -126,9 +126,9 @@ class SimulatedStaticGroup:
         left = self.exchange.exchange
         self._do(self.membership.leaves(error, left.returned, left.taken))
 
-    def entered(self, view: View) -> None:
+    def job_entered(self, view: View) -> None:
         """A view of the job is in force."""
-        self._do(self.membership.entered(view))
+        self._do(self.membership.job_entered(view))
 
     def saw_end(self, process: SimulatedRank) -> None:
         """A process of this host has ended, whose memory this member reads."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
-from ftcomm.control.actions import Freeze, Resume
+from ftcomm.control.actions import EnterView, Freeze
 from ftcomm.control.blame import CHANGE
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.messages import Progress
@@ -84,9 +84,9 @@ class SimulatedSubgroup:
         self.exchange.submit(op, inputs)
         return op
 
-    def entered(self, view: View) -> None:
+    def job_entered(self, view: View) -> None:
         """A view of the job is in force."""
-        self._do(self.membership.entered(view))
+        self._do(self.membership.job_entered(view))
 
     def take(self, call: GroupConnection) -> bool:
         """Does what `ftcomm.communicator.Communicator.take` does."""
@@ -142,8 +142,8 @@ class SimulatedSubgroup:
                     call.sock.close()
                 case ReachMember():
                     self._reach(action)
-                case Resume(view, progress):
-                    self._resume(view, progress)
+                case EnterView(view, progress):
+                    self._enter(view, progress)
                 case ReportStall(epoch, missing, lasted):
                     if self._is_needed():
                         self.rank.stalled_in_group(Stall(epoch, CHANGE, missing, lasted))
@@ -242,11 +242,11 @@ class SimulatedSubgroup:
     def _has_reached(self, epoch: int, replica: int) -> None:
         self.rank.after(0.0, self._happens, self.membership.reached, epoch, replica)
 
-    def _resume(self, view: View, progress: dict[int, Progress]) -> None:
+    def _enter(self, view: View, progress: dict[int, Progress]) -> None:
         self.rank.promises.enters_group(self.rank, self.name, view, progress)
         self._cache.enter(view.epoch)
         resumed = self.exchange.enter(view, 0, self._cache.peers, progress)
-        asks = self.membership.resumed(view.epoch)
+        asks = self.membership.entered(view.epoch)
         self.rank.say("enters view %s in %s, of %s: %s", view.epoch, self.name, view.replicas, resumed)
         self.rank.goes_on_in_group()
         self._do(asks)

@@ -130,7 +130,7 @@ class StaticGroupInternals:
         try:
             communicator.open(router, self)
             if job is not None:
-                self.entered(job.view)
+                self.job_entered(job.view)
             self._begin(timeout)
         except BaseException as error:
             self._broken(fresh(error))
@@ -248,8 +248,8 @@ class StaticGroupInternals:
         the job, and an op here for that one."""
         self.exchange.coordinator_away(seconds)
 
-    def entered(self, view: View) -> None:
-        self._happens(lambda: self._membership.entered(view))
+    def job_entered(self, view: View) -> None:
+        self._happens(lambda: self._membership.job_entered(view))
 
     # -- how it ends ---------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class Receiver(Protocol):
         """Note that for so long no member of the job could be decided to be lost. Does not block."""
         ...
 
-    def entered(self, view: View) -> None:
+    def job_entered(self, view: View) -> None:
         """Note that `view` is in force in a job. Does not block."""
         ...
 
@@ -169,13 +169,13 @@ class ConnectionRouter:
         for receiver in receivers:
             receiver.coordinator_away(seconds)
 
-    def entered(self, view: View) -> None:
+    def job_entered(self, view: View) -> None:
         """Tell all groups that `view` is in force."""
         with self._lock:
             self.newest = view
             receivers = list(self._receivers.values())
         for receiver in receivers:
-            receiver.entered(view)
+            receiver.job_entered(view)
 
     def waiting(self, seconds: float) -> WaitsFor | None:
         """Returns the answer of the first group that waits."""

@@ -119,7 +119,7 @@ class Ranked:
         self.joined = Joined(self.node, self.leader) if self.rank == 0 else None
         self.epoch = 0
         self.freeze: View | None = None
-        self.resume: View | None = None
+        self.entering: View | None = None
         self.check(self.joined.start() if self.joined is not None else [])
 
     def view(self) -> View:
@@ -151,8 +151,8 @@ class Ranked:
             self.check(node.boundary(choices.pick(tuple(s for s in self.seen if s < 1 << 32))))
         elif what == 10 and self.freeze is not None:
             self.check(node.quiesced(self.freeze.epoch, m.Progress(choices.number(), ())))
-        elif what == 11 and self.resume is not None and node.wants(self.resume):
-            self.check(node.resumed(self.resume))
+        elif what == 11 and self.entering is not None and node.wants(self.entering):
+            self.check(node.entered(self.entering))
         elif what == 12:
             self.now += choices.pick((0.0, TIMEOUTS.beat, 1.1, TIMEOUTS.heartbeat / 3))
             self.check(node.beat(self.now))
@@ -186,6 +186,6 @@ class Ranked:
                 self.seen.append(action.view.epoch)
             elif isinstance(action, act.Known):
                 assert self.freeze is None or self.node.machine.phase is Phase.JOINING, "a member is told to prepare"
-            elif isinstance(action, act.Resume):
+            elif isinstance(action, act.EnterView):
                 assert set(action.progress) == set(action.view.replicas)
-                self.resume = action.view
+                self.entering = action.view

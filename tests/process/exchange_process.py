@@ -109,7 +109,7 @@ class Member:
             self.exchange.wake()
         self.send("progress", epoch, msgspec.msgpack.encode(self.exchange.progress()))
 
-    def resume(self, epoch: int, members: dict[int, Address], progress: dict[int, bytes]) -> None:
+    def enter(self, epoch: int, members: dict[int, Address], progress: dict[int, bytes]) -> None:
         held = {m: msgspec.msgpack.decode(p, type=Progress) for m, p in progress.items()}
         peers = {m: peer for m, peer in self.peers.items() if m in members and peer.serves(epoch)}
         for m, there in members.items():
@@ -143,7 +143,7 @@ class Member:
             tuning=self.tuning,
         )
         self.peers = peers
-        self.exchange.resume(view, peers, held)
+        self.exchange.enter(view, peers, held)
 
     def reduce(self, count: int, atomic: bool, wire: str) -> None:
         """One op; reports the digest of its result, after comparing it with what its contributors must give."""

@@ -12,8 +12,8 @@ viewed      it hears of its first view                                          
 changed     it hears of a further view                                           both
 told        the others hear where it stands                                      both
 reaching    it maps the memory of the others                                     both
-resuming    its exchange enters the view, as all have told where they stand      both
-resumed     it says that it runs in the view                                     both
+entering    its exchange enters the view, as all have told where they stand      both
+entered     it says that it runs in the view                                     both
 op          it calls its next op                                                 both
 posted      it says that a chunk of its input can be read                        both
 taken       it says that it has all of a chunk                                   both
@@ -52,8 +52,8 @@ from ftcomm.transport.segment import POSTED, TAKEN
 
 from . import inside, leader_points
 
-JOINING = ("connected", "known", "ready", "queued", "viewed", "told", "reaching", "resuming", "resumed", "agreeing")
-CHANGING = ("asked", "standing", "answered", "changed", "told", "resuming", "resumed")
+JOINING = ("connected", "known", "ready", "queued", "viewed", "told", "reaching", "entering", "entered", "agreeing")
+CHANGING = ("asked", "standing", "answered", "changed", "told", "entering", "entered")
 CATCHING_UP = ("op", "taken", "fetching", "loading", "replaying", "caught_up", "said", *CHANGING[:4])
 
 
@@ -103,8 +103,8 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Agent, "enter", lambda self, *rest: None if self.view is not None else "ready")
     before(RankNode, "quiesced", "told")
     before(LocalDataPlane, "reach", "reaching")
-    before(LocalDataPlane, "resume", "resuming")
-    before(RankNode, "resumed", "resumed")
+    before(LocalDataPlane, "enter", "entering")
+    before(RankNode, "entered", "entered")
     before(Agent, "finish", "ending")
     before(Group, "allreduce", "op")
     before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)

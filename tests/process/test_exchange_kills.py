@@ -79,7 +79,7 @@ class Job:
                     done[replica] = report
         members = {m: self.addresses[m] for m in sorted(self.processes)}
         for replica in self.processes:
-            self.pipes[replica].send(("resume", self.epoch, members, progress))
+            self.pipes[replica].send(("enter", self.epoch, members, progress))
         self.early = done
 
     def report(self, replica: int) -> Any:

@@ -228,14 +228,14 @@ def _until(condition: object, text: str, seconds: float = DEADLINE if SLOWER == 
 
 def late_to_hear(settings: Any, arguments: dict[str, Any]) -> None:
     """The control plane is told half a second late that ops run in a new view, as on a busy machine."""
-    resumed = RankNode.resumed
+    entered = RankNode.entered
 
     def late(self: RankNode, view: View) -> list[Any]:
         if self.view is not None:
             time.sleep(0.5)
-        return resumed(self, view)
+        return entered(self, view)
 
-    RankNode.resumed = late  # type: ignore[method-assign]
+    RankNode.entered = late  # type: ignore[method-assign]
 
 
 def note_members(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:

@@ -351,8 +351,8 @@ class Cluster:
                 self._to_peer(replica, index, action.replica, action.message)
             elif isinstance(action, act.Freeze):
                 rank.freezing = action.view.epoch
-            elif isinstance(action, act.Resume):
-                self._resume(replica, index, action)
+            elif isinstance(action, act.EnterView):
+                self._enter(replica, index, action)
             elif isinstance(action, act.Passed) and action.left:
                 rank.state = "left"
                 self._do_member(replica, index, [mem.ToLeader(m.Finished())])
@@ -366,7 +366,7 @@ class Cluster:
                 self._log(f"failed {replica.incarnation}: {action.reason}")
                 rank.state, rank.epoch = "failed", 0
 
-    def _resume(self, replica: Replica, index: int, action: act.Resume) -> None:
+    def _enter(self, replica: Replica, index: int, action: act.EnterView) -> None:
         rank, view = replica.ranks[index], action.view
         known = self.ran.setdefault(view.epoch, view)
         assert known == view, f"two views of epoch {view.epoch} were run"
@@ -380,7 +380,7 @@ class Cluster:
         returned = [p.returned for p in action.progress.values() if not p.fresh]
         assert max(returned, default=0) - min(returned, default=0) <= 1, f"members apart: {action.progress}"
         rank.view, rank.epoch = view, view.epoch
-        self._do_member(replica, index, rank.machine.resumed(view.epoch))
+        self._do_member(replica, index, rank.machine.entered(view.epoch))
 
     def _check_ready(self, view: View) -> None:
         """Nobody is waited for before its script has said that it is ready, but in the first view, which all form."""

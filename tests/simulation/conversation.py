@@ -549,8 +549,8 @@ class Conversation:
                 self._to_peer(rank, action.replica, action.message)
             elif isinstance(action, act.Freeze):
                 self._freeze(rank, action.view)
-            elif isinstance(action, act.Resume):
-                self._post(rank.name, rank.name, lambda a=action: self._resume(rank, a))  # type: ignore[misc]
+            elif isinstance(action, act.EnterView):
+                self._post(rank.name, rank.name, lambda a=action: self._enter(rank, a))  # type: ignore[misc]
             elif isinstance(action, n.LookAtWaits):
                 self._do(rank, rank.node.waits(rank.step, self._waits_for(rank)))
             elif isinstance(action, act.Passed):
@@ -604,7 +604,7 @@ class Conversation:
 
         self._post(rank.name, rank.name, quiet)
 
-    def _resume(self, rank: Rank, action: act.Resume) -> None:
+    def _enter(self, rank: Rank, action: act.EnterView) -> None:
         if not rank.node.wants(action.view):
             return
         view = rank.view = action.view
@@ -615,7 +615,7 @@ class Conversation:
         rank.progressed = self.now
         rank.final = max(progress.returned for progress in action.progress.values())
         self.say(rank.name, f"running in epoch {view.epoch}" + (f", in op {rank.step}" if rank.state == "op" else ""))
-        self._do(rank, rank.node.resumed(view))
+        self._do(rank, rank.node.entered(view))
 
     def _passed(self, rank: Rank, left: bool) -> None:
         if left:

@@ -251,7 +251,7 @@ def progress_once(patch: Patch) -> None:
 
 def progress_of_any_epoch(patch: Patch) -> None:
     """What a member has told in one change of view counts in the next ones, until it tells more."""
-    heard, resume = Machine.from_member, Machine._resume
+    heard, enter = Machine.from_member, Machine._enter
     kept: dict[Machine, dict[int, m.Progress]] = defaultdict(dict)
 
     def keep(self: Machine, message: m.MemberProgress) -> Any:
@@ -262,10 +262,10 @@ def progress_of_any_epoch(patch: Patch) -> None:
         if self.view is not None:
             told = self._theirs.get(self.view.epoch, {})
             self._theirs[self.view.epoch] = {**kept[self], **told}
-        return resume(self)
+        return enter(self)
 
     patch.setattr(Machine, "from_member", keep)
-    patch.setattr(Machine, "_resume", believe)
+    patch.setattr(Machine, "_enter", believe)
 
 
 def contributes_at_once(patch: Patch) -> None:

@@ -60,7 +60,7 @@ def test_a_connection_that_comes_after_its_view_is_closed(monkeypatch: pytest.Mo
     late = Caller.start(subject.reach, a_view(1))
     assert way.dialling.wait(DEADLINE)
     subject.reach(a_view(2))
-    subject.resume(a_view(2), {})
+    subject.enter(a_view(2), {})
     way.answered.set()
     late.join()
     assert way.closed == way.made[1:]
@@ -86,7 +86,7 @@ def test_a_view_change_dials_those_alone_who_are_new(monkeypatch: pytest.MonkeyP
         before = len(way.made)
         subject.reach(a_view(epoch, members))
         assert [peer.replica for peer in way.made[before:]] == dialled
-        subject.resume(a_view(epoch, members), {})
+        subject.enter(a_view(epoch, members), {})
 
 
 def test_a_view_that_is_never_entered_costs_no_further_dials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +94,10 @@ def test_a_view_that_is_never_entered_costs_no_further_dials(monkeypatch: pytest
     monkeypatch.setattr(connector, "connect", way.connect)
     subject = local_data_plane()
     subject.reach(a_view(1, "0 1 2"))
-    subject.resume(a_view(1, "0 1 2"), {})
+    subject.enter(a_view(1, "0 1 2"), {})
     for epoch, members in ((2, "0 1 2 3"), (3, "0 1 3"), (4, "0 1 3")):
         subject.reach(a_view(epoch, members))
-    subject.resume(a_view(4, "0 1 3"), {})
+    subject.enter(a_view(4, "0 1 3"), {})
     assert [peer.replica for peer in way.made] == [1, 2, 3]
     assert [peer.replica for peer in way.closed] == [2]
 
@@ -107,7 +107,7 @@ def test_a_connection_that_has_ended_is_dialled_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(connector, "connect", way.connect)
     subject = local_data_plane()
     subject.reach(a_view(1))
-    subject.resume(a_view(1), {})
+    subject.enter(a_view(1), {})
     way.made[0].close()
     subject.reach(a_view(2))
     assert len(way.made) == 2
@@ -120,7 +120,7 @@ def test_who_was_out_of_the_job_before_it_ran_makes_new_connections(monkeypatch:
     subject = local_data_plane()
     subject.reach(a_view(5))
     subject.reach(a_view(7))
-    subject.resume(a_view(7), {})
+    subject.enter(a_view(7), {})
     assert len(way.made) == 2
     assert way.closed == way.made[:1]
 
@@ -132,7 +132,7 @@ def test_the_ring_follows_the_racks_that_addresses_tell() -> None:
     communicator.connector.expect(1, range(4))
     for m in range(1, 4):
         communicator.connector.cache.add(1, m, Peer(m))
-    subject.resume(view, {})
+    subject.enter(view, {})
     given: Any = communicator.exchange
     assert given.views[0].ring == (1, 3, 0, 2)
 
@@ -143,7 +143,7 @@ def test_who_has_been_out_in_between_is_dialled_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(connector, "connect", way.connect)
     subject = local_data_plane()
     subject.reach(a_view(1, "0 1"))
-    subject.resume(a_view(1, "0 1"), {})
+    subject.enter(a_view(1, "0 1"), {})
     for epoch, members in ((2, "0 1 2"), (3, "0 1"), (4, "0 1 2")):
         subject.reach(a_view(epoch, members))
     assert [peer.replica for peer in way.made] == [1, 2, 2]
@@ -156,13 +156,13 @@ def test_a_connection_that_the_other_end_has_lost_serves_in_no_later_view(monkey
     monkeypatch.setattr(connector, "connect", way.connect)
     subject = local_data_plane()
     subject.reach(a_view(1))
-    subject.resume(a_view(1), {})
+    subject.enter(a_view(1), {})
     late = Caller.start(subject.reach, a_view(2), frozenset({1}))
     assert way.dialling.wait(DEADLINE)
     subject.reach(a_view(3))
     way.answered.set()
     late.join()
-    subject.resume(a_view(3), {})
+    subject.enter(a_view(3), {})
     assert subject._connector.cache.peers[1] is way.made[1]
     assert way.closed == [way.made[2]]
 

@@ -51,7 +51,7 @@ def test_who_is_in_no_view_any_more_is_left(rig: Rig) -> None:
     one, two = rig.address(), rig.address()
     for view in (rig.view(1, one, two), rig.view(2, one)):
         rig.data_plane.reach(view)
-        rig.data_plane.resume(view, {})
+        rig.data_plane.enter(view, {})
     assert rig.reached == [one.nonce, two.nonce]
     assert rig.left == [two.nonce]
 
@@ -60,11 +60,11 @@ def test_who_was_reached_for_a_view_that_was_never_entered_is_left(rig: Rig) -> 
     one, two = rig.address(), rig.address()
     views = rig.view(1, one), rig.view(2, one, two), rig.view(3, one)
     rig.data_plane.reach(views[0])
-    rig.data_plane.resume(views[0], {})
+    rig.data_plane.enter(views[0], {})
     rig.data_plane.reach(views[1])
     rig.data_plane.reach(views[2])
     assert rig.left == []
-    rig.data_plane.resume(views[2], {})
+    rig.data_plane.enter(views[2], {})
     assert rig.left == [two.nonce]
 
 
@@ -74,9 +74,9 @@ def test_who_is_needed_by_a_view_to_come_is_kept(rig: Rig) -> None:
     for view in views:
         rig.data_plane.reach(view)
     for view in views[:2]:
-        rig.data_plane.resume(view, {})
+        rig.data_plane.enter(view, {})
     assert rig.left == []
-    rig.data_plane.resume(views[2], {})
+    rig.data_plane.enter(views[2], {})
     assert rig.left == []
 
 
@@ -88,7 +88,7 @@ def test_who_comes_too_late_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     def slow(*args: Any, **options: Any) -> Any:
         peer = connect(*args, **options)
         rig.data_plane.reach(rig.view(2))
-        rig.data_plane.resume(rig.view(2), {})
+        rig.data_plane.enter(rig.view(2), {})
         return peer
 
     monkeypatch.setattr(connector, "connect", slow)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftcomm.control.actions import Freeze, Resume
+from ftcomm.control.actions import EnterView, Freeze
 from ftcomm.control.messages import Progress
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
@@ -62,22 +62,22 @@ class Driven:
         self.now = 0.0
 
     def stop(self, view: View) -> list[DerivedAction]:
-        (freeze,) = self.machine.entered(view)
+        (freeze,) = self.machine.job_entered(view)
         assert isinstance(freeze, Freeze)
         return self.machine.quiesced(view.epoch, HELD, self.now)
 
     def told(self, epoch: int, *replicas: int) -> list[DerivedAction]:
         return [a for r in replicas for a in self.machine.told(epoch, r, account(epoch, r), self.now)]
 
-    def enter(self, view: View) -> Resume:
+    def enter(self, view: View) -> EnterView:
         others = asked(self.stop(view))
         actions = self.told(view.epoch, *others)
         for replica in others:
             actions = self.machine.reached(view.epoch, replica, self.now)
-        (resume,) = actions
-        assert isinstance(resume, Resume)
-        self.machine.resumed(view.epoch)
-        return resume
+        (enter,) = actions
+        assert isinstance(enter, EnterView)
+        self.machine.entered(view.epoch)
+        return enter
 
 
 def test_a_view_is_entered_with_those_of_the_group_when_all_have_told_and_are_reached() -> None:
@@ -89,17 +89,17 @@ def test_a_view_is_entered_with_those_of_the_group_when_all_have_told_and_are_re
     assert [action.address for action in reach if isinstance(action, ReachMember)] == [at(1), at(3)]
     assert driven.machine.reached(5, 3, 0.0) == []
     assert driven.machine.missing() == (1,)
-    (resume,) = driven.machine.reached(5, 1, 0.0)
-    assert isinstance(resume, Resume)
-    assert resume.view.replicas == (0, 1, 3)
-    assert resume.progress == {0: HELD, 1: HELD, 3: HELD}
+    (enter,) = driven.machine.reached(5, 1, 0.0)
+    assert isinstance(enter, EnterView)
+    assert enter.view.replicas == (0, 1, 3)
+    assert enter.progress == {0: HELD, 1: HELD, 3: HELD}
 
 
 def test_what_is_told_for_a_view_that_is_over_counts_for_nothing() -> None:
     driven = Driven()
     driven.stop(job(5, 0, 1, 3))
-    driven.machine.entered(job(6, 0, 1, 3))
-    assert driven.machine.entered(job(5, 0, 1, 3)) == []
+    driven.machine.job_entered(job(6, 0, 1, 3))
+    assert driven.machine.job_entered(job(5, 0, 1, 3)) == []
     assert driven.machine.quiesced(5, HELD, 0.0) == []
     driven.machine.quiesced(6, HELD, 0.0)
     assert driven.told(5, 1, 3) == []
@@ -127,10 +127,10 @@ def test_who_cannot_be_reached_is_asked_again_as_it_may_have_left() -> None:
     driven.machine.reached(5, 3, 0.0)
     assert driven.machine.unreachable(5, 1, 0.0) == []
     assert asked(driven.machine.tick(driven.machine.due())) == [1]
-    elsewhere, resume = driven.machine.left(5, 1, Left(3, 3), 3, 3, 0.0)
+    elsewhere, enter = driven.machine.left(5, 1, Left(3, 3), 3, 3, 0.0)
     assert elsewhere == ReturnedElsewhere(3)
-    assert isinstance(resume, Resume)
-    assert resume.view.replicas == (0, 3)
+    assert isinstance(enter, EnterView)
+    assert enter.view.replicas == (0, 3)
     assert driven.enter(job(6, 0, 1, 3)).view.replicas == (0, 3)
     assert driven.enter(job(7, 0, 1, 3, lives="second")).view.replicas == (0, 1, 3)
 
@@ -167,7 +167,7 @@ def test_a_member_is_needed_until_the_others_have_entered_what_it_has() -> None:
     driven.told(5, 1, 3)
     for replica in (1, 3):
         driven.machine.reached(5, replica, 0.0)
-    driven.machine.resumed(5)
+    driven.machine.entered(5)
     assert driven.machine.is_needed()
     driven.machine.asked(call(5, 1, ENTERED))
     driven.machine.asked(call(4, 3, ENTERED))
@@ -184,7 +184,7 @@ def test_a_joiner_is_needed_until_it_runs_in_a_view_though_the_others_do() -> No
     assert driven.machine.is_needed()
     driven.told(5, 1)
     driven.machine.reached(5, 1, 0.0)
-    driven.machine.resumed(5)
+    driven.machine.entered(5)
     assert not driven.machine.is_needed()
 
 
@@ -216,7 +216,7 @@ def test_ops_that_a_member_has_not_taken_that_leaves_cannot_be_done(
 def test_what_a_member_had_returned_that_has_left_is_told_after_the_next_view_too() -> None:
     driven = Driven()
     driven.enter(job(5, 0, 1, 3))
-    driven.machine.entered(job(6, 0, 1, 3))
+    driven.machine.job_entered(job(6, 0, 1, 3))
     assert driven.machine.left(5, 1, Left(2, 3), 2, 3, 0.0) == [ReturnedElsewhere(2)]
     assert driven.machine.view is not None
     assert driven.machine.view.replicas == (0, 1, 3), "it is asked again before that view"
@@ -232,7 +232,7 @@ def test_a_call_that_means_a_later_group_of_the_name_is_not_for_this_one() -> No
     assert joins.asked(later) == [TellCaller(later, None)], "it cannot know yet, so the caller asks again"
     assert joins.asked(call(5, 3)) == []
     view = job(5, 0, 1, 3)
-    joins.entered(msgspec.structs.replace(view, step=7))
+    joins.job_entered(msgspec.structs.replace(view, step=7))
     assert joins.made == 7
     assert joins.accepts(later)
     assert joins.asked(later) == []
@@ -242,7 +242,7 @@ def test_a_closed_group_tells_nobody_anything_and_enters_nothing() -> None:
     driven = Driven()
     driven.enter(job(5, 0, 1, 3))
     driven.machine.close()
-    assert driven.machine.entered(job(6, 0, 1, 3)) == []
+    assert driven.machine.job_entered(job(6, 0, 1, 3)) == []
     assert driven.machine.asked(call(5, 1)) == [TellCaller(call(5, 1), None)]
 
 
@@ -282,7 +282,7 @@ def test_a_stall_is_reported_of_who_holds_up_a_later_view_and_never_of_the_first
     assert driven.machine.due() == float("inf")
     driven.told(5, 1)
     driven.machine.reached(5, 1, 0.0)
-    driven.machine.resumed(5)
+    driven.machine.entered(5)
     driven.stop(job(6, 0, 1))
     assert driven.machine.due() == TIMEOUTS.op_floor
     assert driven.machine.tick(TIMEOUTS.op_floor) == [ReportStall(6, (1,), TIMEOUTS.op_floor)]

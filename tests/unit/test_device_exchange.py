@@ -102,8 +102,8 @@ class Member:
         assert quiet.wait(30)
         return self.exchange.progress()
 
-    def resume(self, epoch: int, progress: Progress) -> None:
-        self.exchange.resume(GroupView(epoch, 0, (0,), frozenset((0,))), {}, {0: progress})
+    def enter(self, epoch: int, progress: Progress) -> None:
+        self.exchange.enter(GroupView(epoch, 0, (0,), frozenset((0,))), {}, {0: progress})
 
     def submit(self, value: float = 1.0, **how: bool) -> KernelOperation:
         op = KernelOperation(np.full(100, value), "float64", "sum", INTERPRETED.chunk, **how)
@@ -142,7 +142,7 @@ def test_words_are_raised_before_the_table_and_the_table_is_written_before_progr
     for epoch in (3, 7):
         progress = member.freeze()
         order.clear()
-        member.resume(epoch, progress)
+        member.enter(epoch, progress)
         raised = [("lane", at, epoch << COUNTER) for at in LANE_WORDS]
         table = [("ctl", words.NEWS + at) for at in range(words.VIEW_WORDS)]
         assert order[: len(raised)] == raised
@@ -152,14 +152,14 @@ def test_words_are_raised_before_the_table_and_the_table_is_written_before_progr
 
 
 def test_an_op_that_is_launched_while_frozen_counts_as_not_called_and_runs_in_the_next_epoch(member: Member) -> None:
-    member.resume(1, member.freeze())
+    member.enter(1, member.freeze())
     assert member.submit().wait(30)
     member.freeze()
     op = member.submit()
     assert not op.wait(0.3)
     progress = member.freeze()  # quiet at once: a launch that holds is no launch that runs
     assert (progress.returned, progress.ops) == (1, ())
-    member.resume(2, progress)
+    member.enter(2, progress)
     assert op.wait(30)
     assert (op.error, op.number, op.finals) == (None, 1, [(0,)])
 
@@ -170,7 +170,7 @@ def test_who_joins_late_numbers_its_ops_on(member: Member) -> None:
     progress = member.freeze()
     assert progress.fresh
     view = GroupView(5, 0, (0,), frozenset((0,)))
-    member.exchange.resume(view, {}, {0: progress, 9: Progress(returned=40, ops=())})
+    member.exchange.enter(view, {}, {0: progress, 9: Progress(returned=40, ops=())})
     assert first.wait(30)
     assert second.wait(30)
     assert [first.number, second.number, member.submit().number] == [40, 41, 42]
@@ -179,7 +179,7 @@ def test_who_joins_late_numbers_its_ops_on(member: Member) -> None:
 
 
 def test_the_end_fails_what_holds_and_what_comes_later(member: Member) -> None:
-    member.resume(1, member.freeze())
+    member.enter(1, member.freeze())
     member.freeze()
     held = member.submit()
     member.exchange.fail(FtcommError("that was it"))
@@ -193,7 +193,7 @@ def test_the_end_fails_what_holds_and_what_comes_later(member: Member) -> None:
 
 
 def test_a_kernel_that_breaks_is_the_end(member: Member) -> None:
-    member.resume(1, member.freeze())
+    member.enter(1, member.freeze())
     member.device.copy(np.zeros(3), np.zeros(2))  # cannot be
     op = member.submit()
     assert op.wait(90)
@@ -209,7 +209,7 @@ def test_a_kernel_that_breaks_when_it_has_begun_is_the_end_at_once(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    member.resume(1, member.freeze())
+    member.enter(1, member.freeze())
     monkeypatch.setattr(allreduce, "post", broken)
     op = member.submit()
     assert op.wait(member.exchange.give_up / 2)
@@ -217,10 +217,10 @@ def test_a_kernel_that_breaks_when_it_has_begun_is_the_end_at_once(
 
 
 def test_accounts_that_contradict_each_other_are_the_end(member: Member) -> None:
-    member.resume(1, member.freeze())
+    member.enter(1, member.freeze())
     member.freeze()
     op = member.submit()
-    member.exchange.resume(
+    member.exchange.enter(
         GroupView(2, 0, (0,), frozenset((0,))), {}, {0: Progress(returned=0, ops=()), 1: Progress(returned=1, ops=())}
     )
     assert op.wait(30)
@@ -235,7 +235,7 @@ def test_accounts_that_contradict_each_other_are_the_end(member: Member) -> None
 def played() -> Iterator[tuple[Member, Played]]:
     """A member in its first view."""
     member = Member(Played)
-    member.resume(1, member.freeze())
+    member.enter(1, member.freeze())
     assert isinstance(member.device, Played)
     yield member, member.device
     member.exchange.fail(FtcommError("the test is over"))
@@ -295,7 +295,7 @@ def test_a_driver_that_is_stuck_holds_up_neither_a_view_change_nor_an_op(
     assert not quiet.is_set()
     device.leave(returned=False)
     assert quiet.wait(30)
-    member.resume(2, member.exchange.progress())
+    member.enter(2, member.exchange.progress())
     device.begin(0, 0)
     device.leave(returned=True)
     assert op.wait(30)
@@ -327,7 +327,7 @@ def test_what_fails_in_a_view_change_is_raised_by_the_next_call_too(
     mine = member.freeze()
     assert [op.number for op in mine.ops] == [0]
     theirs = Progress(returned=0, ops=mine.ops, failed=(FailedOp(0, "they differ"),))
-    member.exchange.resume(GroupView(2, 0, (0,), frozenset((0,))), {}, {0: mine, 9: theirs})
+    member.exchange.enter(GroupView(2, 0, (0,), frozenset((0,))), {}, {0: mine, 9: theirs})
     assert device.ctl[words.RETURNED] == 1
     with pytest.raises(MismatchError, match="they differ"):
         member.submit()
@@ -351,7 +351,7 @@ def test_replays_count_among_the_ops_of_the_group(played: tuple[Member, Played])
     assert (progress.returned, [op.number for op in progress.ops]) == (3, [3])
     assert second.number == 4
     assert member.freeze() == progress
-    member.resume(2, progress)
+    member.enter(2, progress)
     news = device.ctl[words.NEWS : words.NEWS + words.VIEW_WORDS]
     assert [news[i] for i in (words.EPOCH, words.RESUMED, words.TODO_OF, words.NTODO)] == [2, 3, 4, 1]
     assert len(device.launches) == 3, "what was broken off goes on by itself"
@@ -374,7 +374,7 @@ def test_a_replay_that_differs_may_yet_be_broken_off(played: tuple[Member, Playe
     progress = member.freeze()
     assert [failed.number for failed in progress.failed] == [0]
     assert device.ctl[words.HEARD] == 1
-    member.resume(2, progress)
+    member.enter(2, progress)
     with pytest.raises(MismatchError, match="made different calls"):
         member.exchange.wait_all(30)
     member.exchange.wait_all(30)
@@ -414,7 +414,7 @@ def test_nothing_is_captured_before_there_is_a_view_or_after_the_end() -> None:
     with pytest.raises(FtcommError, match="before this member is in a view"):
         member.submit()
     member.device.into_graph = False
-    member.resume(1, member.freeze())
+    member.enter(1, member.freeze())
     member.exchange.fail(FtcommError("that was it"))
     member.device.into_graph = True
     assert str(member.submit().error) == "that was it"
@@ -427,7 +427,7 @@ def test_the_membership_changes_while_a_graph_is_captured(played: tuple[Member, 
     first = capture(member, device)
     device.into_graph = True
     called = member.exchange.core.called
-    member.resume(2, member.freeze())
+    member.enter(2, member.freeze())
     device.into_graph = False
     second = capture(member, device)
     assert [launch.template for launch in device.launches] == [first.template, second.template]
@@ -437,7 +437,7 @@ def test_the_membership_changes_while_a_graph_is_captured(played: tuple[Member, 
         device.leave(returned=number == 0)
     progress = member.freeze()
     assert (progress.returned, [op.number for op in progress.ops]) == (1, [1])
-    member.resume(3, progress)
+    member.enter(3, progress)
     device.begin(second.template, 1)
     device.leave(returned=True)
     member.exchange.wait_all(30)
@@ -473,7 +473,7 @@ def test_what_has_to_be_copied_cannot_be_captured(member: Member) -> None:
 @pytest.mark.parametrize("status", [words.OK, words.ABORTED])
 def test_a_freeze_stops_copies_and_waits_for_them(member: Member, status: int) -> None:
     """Else the memory that they read could be another's, or gone."""
-    member.resume(1, member.freeze())
+    member.enter(1, member.freeze())
     begun, end, quiet, ended = threading.Event(), threading.Event(), threading.Event(), []
 
     def body(copies: Copies) -> int:
@@ -494,5 +494,5 @@ def test_a_freeze_stops_copies_and_waits_for_them(member: Member, status: int) -
     thread.join()
     assert ended == [True, 1 if status == words.OK else None]
     assert member.exchange.copy((0,), body) is None  # frozen
-    member.resume(2, member.exchange.progress())
+    member.enter(2, member.exchange.progress())
     assert member.exchange.copy((0, 1), body) is None  # not the roster

@@ -116,7 +116,7 @@ def test_who_was_not_in_the_view_in_which_an_op_failed_hears_of_it_in_the_next(h
         told[0] = msgspec.structs.replace(told[0], failed=(FailedOp(0, "they differ"),))
         rig.epoch += 1
         view = GroupView(rig.epoch, 1, (0, 1, 2), frozenset((0, 1, 2)), how == "shm")
-        rig.members[1].exchange.resume(view, rig.peers(1, (0, 1, 2)), told)
+        rig.members[1].exchange.enter(view, rig.peers(1, (0, 1, 2)), told)
         assert ops[1].wait(DEADLINE if how == "tcp" else 0.05) == (how == "tcp")
         rig.view((1, 2))
         for op in ops.values():
@@ -146,7 +146,7 @@ def test_failing_ends_ops_in_flight_and_later_ones() -> None:
         assert [op.error for op in (*waiting, late)] == [error] * 4
 
 
-def test_a_frozen_group_goes_on_when_it_is_resumed() -> None:
+def test_a_frozen_group_goes_on_when_it_enters_a_view() -> None:
     with Rig(range(2)) as rig:
         ops = {m: Operation(np.ones(4), "float64", "sum") for m in (0, 1)}
         callers = [Caller.start(rig.members[m].exchange.run, op) for m, op in ops.items()]
@@ -158,7 +158,7 @@ def test_a_frozen_group_goes_on_when_it_is_resumed() -> None:
 
 
 def test_the_time_to_wait_for_a_view_begins_anew_with_each_freeze() -> None:
-    """Also if the first one's ops were returned by `resume`, so that the driver has not looked around since."""
+    """Also if the first one's ops were returned by `enter`, so that the driver has not looked around since."""
     with Rig(range(2)) as rig:
         rig.view(range(2))
         exchange = rig.members[0].exchange
@@ -170,7 +170,7 @@ def test_the_time_to_wait_for_a_view_begins_anew_with_each_freeze() -> None:
         driver = exchange.driver
         assert driver.deadline is not None
         with driver.mutex:
-            driver.resumed(None)
+            driver.entered(None)
             assert driver.deadline is None
 
 
@@ -269,7 +269,7 @@ def test_a_view_that_cannot_be_entered_ends_the_engine_which_says_so_once(why: s
             exchange.wake()
         progress = {0: exchange.progress(), 1: Progress(returned=int(why == "contradiction"), ops=())}
         contributing = frozenset({0, 1} if why == "contradiction" else ())
-        exchange.resume(GroupView(2, 0, (0, 1), contributing, one_host=True), rig.peers(0, (0, 1)), progress)
+        exchange.enter(GroupView(2, 0, (0, 1), contributing, one_host=True), rig.peers(0, (0, 1)), progress)
         late = ones()
         exchange.run(late)
         assert [late.error] == failures
@@ -441,7 +441,7 @@ def test_a_driver_whose_op_ends_while_it_is_parked_lets_go() -> None:
         progress = {0: exchange.progress(), 1: elsewhere}
         peers = rig.peers(0, (0, 1))
         sys.setswitchinterval(5)  # the driver stays where it is until this thread waits
-        exchange.resume(GroupView(2, 0, (0, 1), frozenset((0, 1)), one_host=True), peers, progress)
+        exchange.enter(GroupView(2, 0, (0, 1), frozenset((0, 1)), one_host=True), peers, progress)
         exchange.freeze(events[1].set)
         sys.setswitchinterval(1e-4)
         assert events[1].wait(DEADLINE)

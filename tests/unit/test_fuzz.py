@@ -148,7 +148,7 @@ def test_a_leader_hears_members_only() -> None:
     view = ranked.view()
     ranked.from_up(m.NewView(view))
     ranked.check(ranked.node.quiesced(view.epoch, m.Progress(0, ())))
-    ranked.check(ranked.node.resumed(view))
+    ranked.check(ranked.node.entered(view))
     ranked.from_up(m.Prepare(1 << 40, 1, 100))
     before = entries(ranked.joined)
     for replica in range(5, 1000):

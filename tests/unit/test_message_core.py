@@ -109,7 +109,8 @@ class Pair:
 
     def carry(self, end: int) -> None:
         """A frame goes out and comes; bytes behind it come later."""
-        _, frame, message = self.on_way[end].popleft()
+        write = self.on_way[end].popleft()
+        frame, message = write.frame, write.message
         payload = b""
         if message is not None:
             assert not message.ended.is_set(), "its bytes are still to be written"

@@ -25,7 +25,7 @@ def test_memory_that_is_reached_at_last_is_no_complaint_any_more() -> None:
     node.quiesced(2, m.Progress(0, ()))
     node.from_peer(m.MemberProgress(1, "life-1", 2, m.Progress(0, ())), 0.0)
     node.unreachable(2, 1, "no route", Cause.OTHER, 0.0)
-    assert said(node.resumed(view(2, (0, 1), step=None)), m.Reachable) == [m.Reachable(1)]
+    assert said(node.entered(view(2, (0, 1), step=None)), m.Reachable) == [m.Reachable(1)]
 
 
 def test_a_port_that_hangs_up_is_tried_for_as_long_as_an_op_may_take_before_there_is_a_complaint() -> None:

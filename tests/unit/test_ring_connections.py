@@ -133,7 +133,7 @@ def test_who_enters_a_view_last_hears_what_its_neighbour_has_told_before() -> No
 
         def enter(m: int) -> None:
             view = GroupView(1, m, members, frozenset(members), False, rig.ring(m, members))
-            rig.members[m].exchange.resume(view, peers[m], progress)
+            rig.members[m].exchange.enter(view, peers[m], progress)
             rig.members[m].exchange.submit(ops[m])
 
         for m in MEMBERS:

@@ -291,7 +291,7 @@ class World:
             self.check_progress(node)
             self.progress[node.target][node.replica] = node.core.progress()
 
-    def resume(self, node: Node) -> None:
+    def enter(self, node: Node) -> None:
         view = self.views[node.target]
         if (
             not node.core.member.frozen
@@ -381,7 +381,7 @@ class World:
             elif kind < 0.15:
                 self.hear(node)
             elif kind < 0.25:
-                self.resume(node)
+                self.enter(node)
             elif kind < 0.27:
                 self.grow()
             else:

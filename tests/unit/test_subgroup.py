@@ -59,7 +59,7 @@ class Moving(Board):
         self._loss = loss
 
     def open(self, name: str, taker: Receiver) -> None:
-        self.entered(self._loss)
+        self.job_entered(self._loss)
         super().open(name, taker)
 
 
@@ -82,7 +82,7 @@ class Job:
     def __init__(self, replica: int, board: Board, first: View) -> None:
         self.replica, self.port, self.router = replica, 1 + replica, board
         self.roster = self.contributors = first.replicas
-        board.entered(first)
+        board.job_entered(first)
 
     @property
     def internals(self) -> Job:
@@ -232,7 +232,7 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
         if changes:
             second = View(2, None, first.members)
             for board in boards:
-                board.entered(second)
+                board.job_entered(second)
             slow.internals.follow(second, 30.0)
             with pytest.raises(FtcommError, match="has closed the group after 1 ops; close it here, too"):
                 reduce(slow, 1.0)
@@ -303,10 +303,10 @@ def test_a_joiner_that_closes_a_group_before_it_was_in_it_is_not_met_in_its_next
     def renew(i: int) -> float:
         if i == 0:
             made.wait(0.5)  # without the rule it is set at once, with it not before this member asks
-            boards[0].entered(second)
+            boards[0].job_entered(second)
             groups[0].internals.follow(second, 30.0)
         else:
-            boards[1].entered(second)
+            boards[1].job_entered(second)
         groups[i].close()
         groups[i] = make(jobs[i], dial)
         if i == 1:
@@ -343,14 +343,14 @@ def test_a_joiner_that_could_not_wait_longer_with_closing_is_not_met_in_its_next
         group.internals.begin(30.0)
     assert float(groups[0].allreduce(np.ones(3))[0]) == 1.0
     jobs[1].boundary = 1
-    boards[1].entered(second)
+    boards[1].job_entered(second)
     jobs[1].boundary = 2  # boundary 1 has been passed
     groups[1].close()
     groups[1] = make(jobs[1], dial)
 
     def renew(i: int) -> float:
         if i == 0:
-            boards[0].entered(second)
+            boards[0].job_entered(second)
             groups[0].internals.follow(second, 30.0)
             jobs[0].boundary = 2
             assert groups[0].error is None
@@ -385,7 +385,7 @@ def members(count: int) -> Iterator[tuple[list[Subgroup], list[Stall], Callable[
 
     def enter(view: View) -> None:
         for board in boards:
-            board.entered(view)
+            board.job_entered(view)
 
     groups = [
         make(ShortTimeouts(replica, board, first), dial, stalls.append, all_) for replica, board in enumerate(boards)
@@ -478,7 +478,7 @@ def test_a_joiner_goes_on_without_a_group_that_the_others_have_closed() -> None:
     second = View(2, 1, (first.members[0], Member(1, "life-11", first.members[1].ranks, False)))
     try:
         for board in boards:
-            board.entered(second)
+            board.job_entered(second)
         back.internals.follow(second, 0.0)
         with pytest.raises(CollectiveTimeout, match="replica 1 has waited 8 s for replicas 0, until they"):
             back.allreduce(np.ones(3))

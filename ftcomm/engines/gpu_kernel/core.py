@@ -245,7 +245,7 @@ class DeviceCore:
         self.reached = {replica: device.reach(peer) for replica, peer in peers.items()}
         begun = self.number()
         ops = tuple(flight.ops)
-        resumed, failed = self.member.go_on(view, progress, stay)
+        resumed, failed = self.member.enter(view, progress, stay)
         try:
             while failed is None and flight.ops and not flight.ops[0].tasks:  # all members hold it, or it failed
                 self._watch.returns(flight.ops[0])

@@ -8,7 +8,7 @@ to them:
               touches any memory when BEGUN == FINISHED
     progress  the op that has begun and not returned, and from the words of its lanes what of it is FINAL. Ops that were
               launched and have not begun count as not called: no member can hold a chunk of them
-    resume    own words are raised to the epoch, the table of members and the tasks that are left of that op are
+    enter     own words are raised to the epoch, the table of members and the tasks that are left of that op are
               written, OPEN = epoch: the launch goes on
 
 What is captured into a graph is launched when that is replayed: see `ftcomm.engines.gpu_kernel.graphs`.
@@ -233,11 +233,11 @@ class DeviceExchange(GroupExchange[KernelOperation]):
         """Refuse a member that has found no other way than a connection: kernels read shared memory alone."""
         writer.close()
 
-    def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
+    def enter(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
         with self._changed:
             core, monitor = self.core, self.monitor
             if not self.member.frozen or not monitor.quiet():
-                raise RuntimeError("resume() before the engine has quiesced")
+                raise RuntimeError("enter() before the engine has quiesced")
             if self.member.error is not None:
                 return Resumed(0, 0, 0)
             resumed, failed = core.enter(view, peers, progress)
