@@ -312,10 +312,12 @@ class Publisher:
             self._drop(reader, error)
 
     def _read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
-        """Returns the bytes of the slot that a reader needs of what `word` announces."""
+        """Returns the bytes of the slot that a reader needs of what `word` announces. None lie at its start: behind its
+        end they would be outside the memory, and the reader would end the connection."""
         if word in (GATHERED, ANNOUNCED) and slot.algorithm is not self._pipeline.algorithms.tree:
             return 0, 0
-        return slot.algorithm.read_by(reader, word, slot)
+        start, stop = slot.algorithm.read_by(reader, word, slot)
+        return (start, stop) if start < stop else (0, 0)
 
     def _drop(self, reader: MirrorWriter, error: OSError) -> None:
         reader.close()
