@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from ftcomm.collective.operation import Operation
 from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.kernels.dtypes import DTYPES
+from ftcomm.settings.tuning import BUILT_IN
+from tests import exchange_rig
 from tests.coded import coded
 from tests.exchange_calls import HOWS, _switch_often, agree, calls, expected, given, ones, start  # noqa: F401
 from tests.exchange_rig import Caller, Member, Rig
@@ -69,6 +72,40 @@ def test_nans_and_zeros_have_the_same_bits_on_all_members(count: int, how: str) 
             caller.join()
     for number, (dtype, op) in enumerate(todo):
         assert len({out[me][number].tobytes() for me in out}) == 1, (dtype, op)
+
+
+@pytest.mark.parametrize("how", ["shm", "alike", "tcp"])
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_of_two_nans_alone_both_members_keep_the_same(dtype: str, op: str, how: str) -> None:
+    """An array of one element is reduced by another loop of NumPy where the result goes to the first input."""
+    nan = {"float32": 0x7FC0_0000, "float64": 0x7FF8 << 48, "float16": 0x7E00, "bfloat16": 0x7FC0}[dtype]
+    size = DTYPES[dtype].itemsize
+    bits = [np.array([nan | sign << 8 * size - 1], f"uint{8 * size}") for sign in (0, 1)]  # that of inf - inf has one
+    arrays = {m: bits[m].view(DTYPES[dtype].carrier) for m in range(2)}
+    assert arrays[0].tobytes() != arrays[1].tobytes()
+    with Rig(arrays, how) as rig:
+        rig.view(range(2))
+        run = lambda member: member.exchange.run(Operation(arrays[member.replica], dtype, op))  # noqa: E731
+        for caller in [Caller.start(run, member) for member in rig.members.values()]:
+            caller.join()
+    assert arrays[0].tobytes() == arrays[1].tobytes()
+
+
+@pytest.mark.protocol
+@pytest.mark.parametrize("owners", [1, 2])
+def test_who_owns_no_slice_of_a_task_that_fills_its_slot_stays(owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last rows in the last slot it is nothing, behind the last byte of that: no reader may take it for a
+    payload that lies outside."""
+    monkeypatch.setattr(exchange_rig, "ROWS", dataclasses.replace(BUILT_IN, slices=owners))
+    arrays = {m: np.full(4 << 20, m + 1, np.float32) for m in range(3)}  # four tasks of 4 MB
+    with Rig(arrays, "rows") as rig:
+        rig.view(range(3))
+        run = lambda member: member.exchange.run(Operation(arrays[member.replica], "float32", "sum"))  # noqa: E731
+        for caller in [Caller.start(run, member) for member in rig.members.values()]:
+            caller.join()
+        assert not [member.lost for member in rig.members.values() if member.lost]
+    assert all((array == 6).all() for array in arrays.values())
 
 
 @pytest.mark.protocol

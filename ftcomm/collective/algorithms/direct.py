@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
 from ftcomm.collective.plan import GroupView, slices
 from ftcomm.kernels.dtypes import HOST_DTYPES
@@ -57,7 +59,13 @@ class OneShot(Algorithm):
         def reduce_mine_last(out: Array) -> None:
             pair(theirs, out, out=out)
 
+        def reduce_mine_alone(out: Array) -> None:
+            pair(out.copy(), theirs, out=out)
+
         made = reduce if not self._pair else reduce_mine_first if self._first else reduce_mine_last
+        if made is reduce_mine_first and isinstance(theirs, np.ndarray) and len(theirs) == 1:
+            # Into its first input NumPy adds a single number as the last step of a sum, and keeps another NaN of two.
+            made = reduce_mine_alone
         return made if is_operand(dtype) else lambda here: made(operand(dtype, here))
 
     @property
