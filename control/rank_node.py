@@ -95,10 +95,11 @@ class RankNode:
         self._up = False
         self._outbox = Outbox()
         self._severed: dict[int, tuple[m.Severed, float]] = {}  # by replica; with the time of the last report
-        self._detector: Detector[Life] = Detector(timeouts.unheard)
         self._peers: set[Life] = set()  # those that this rank listens to
         self._silent: dict[Life, float] = {}  # the last complaint of each
         self._beats = timeouts.beats(ranks) if shard else 1  # between two signs of life to the leader
+        # So long that the leader of a rank that is missed here, which misses it too, has said so before that counts.
+        self._detector: Detector[Life] = Detector(self._beats * timeouts.unheard + (self._beats - 1) * timeouts.beat)
         self._beat = 0  # of these, the one that comes next
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
         self._from_above = False  # it has spoken since the last beat

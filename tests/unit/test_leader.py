@@ -10,7 +10,8 @@ from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.rank_node import RankNode
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
-from tests.rank_node_rig import address, view
+from tests.rank_node_rig import Process, address, change, view
+from tests.rank_node_rig import said as told
 
 P = 7  # a proposal
 
@@ -258,9 +259,9 @@ MANY_RANKS = 2048  # of which each gets a sign of life every second beat
 USUAL = Timeouts.derive()
 
 
-def of_many() -> LeaderNode:
-    made = LeaderNode(0, "life-0", MANY_RANKS, USUAL)
-    for rank in range(MANY_RANKS):
+def of_many(ranks: int = MANY_RANKS) -> LeaderNode:
+    made = LeaderNode(0, "life-0", ranks, USUAL)
+    for rank in range(ranks):
         made.from_rank(rank, m.Hello(rank, address(0, rank)), 0.0)
     return made
 
@@ -275,23 +276,43 @@ def test_of_many_ranks_each_gets_a_sign_of_life_every_second_beat_and_rank_0_eve
         assert sum(isinstance(x, ToCoordinator) and isinstance(x.message, m.Heartbeat) for x in actions) == 1
 
 
-def test_a_host_of_many_ranks_is_missed_in_the_time_that_the_limits_name() -> None:
-    """It is gone right after the first sign of life, here as a rank that says nothing more. At the next look nothing
-    has been sent to it since, so its kernel seems to answer. All others speak every second beat."""
-    made, missed = of_many(), 0.0
-    for beat in range(40):
+def missed_by_its_leader(ranks: int) -> float:
+    """When the leader says that a host is gone. It is gone right after the first sign of life, here as a rank that says
+    nothing more. At the next look nothing has been sent to it since, so its kernel seems to answer. All others speak
+    when they are asked."""
+    made, beats = of_many(ranks), USUAL.beats(ranks)
+    for beat in range(60):
         now = beat * USUAL.beat
-        for shard in range(MANY_RANKS) if made.leader.asks_all else ():
+        for shard in range(ranks) if made.leader.asks_all else ():
             if shard != 7 or beat == 0:
                 made.from_rank(shard, m.Heartbeat(3), now)
-            if shard != 7 or beat <= 2:
+            if shard != 7 or beat <= beats:
                 made.rank_acknowledged(shard, now)
         heartbeats = [x.message for x in made.tick(now) if isinstance(x, ToCoordinator)]
         divided = [x.divided for x in heartbeats if isinstance(x, m.Heartbeat) and x.divided]
         if divided:
             assert divided[0].startswith("its rank 7 has been silent for ")
-            missed = now
-            break
+            return now
+    pytest.fail("it is never missed")
+
+
+@pytest.mark.parametrize("ranks", [1024, 2048, 3072, 4096])
+def test_a_host_that_is_gone_is_missed_by_its_leader_before_the_complaint_of_another_replica_counts(ranks: int) -> None:
+    """Else both replicas seemed well, and of two the one could go that is."""
+    node = Process(7)
+    node.rank = RankNode(0, 7, address(0, 7), USUAL, 2, ranks)
+    node.up_opened()
+    node.from_up(m.Welcome("life-0"))
+    change(node, view(1, (0, 1), ranks=8))
+    beat = 0
+    while not told(node.tick(beat * USUAL.beat), m.Suspect):
+        beat += 1
+        assert beat < 60
+    assert beat * USUAL.beat + USUAL.hold_down >= missed_by_its_leader(ranks) + USUAL.beat
+
+
+def test_a_host_of_many_ranks_is_missed_in_the_time_that_the_limits_name() -> None:
+    missed = missed_by_its_leader(MANY_RANKS)
     assert missed - 2 * USUAL.beat > 2 * USUAL.unheard
     assert missed + USUAL.hold_down + USUAL.beat / 2 <= (0.6 * 2 + 0.55) * USUAL.heartbeat
 
