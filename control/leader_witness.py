@@ -7,12 +7,16 @@ can hold the witness.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterable
 
 from ftcomm.control import leaderless
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.witness import call
+
+log = logging.getLogger("ftcomm.control")
 
 
 class LeaderWitness:
@@ -32,16 +36,23 @@ class LeaderWitness:
         this process by which its end is seen."""
         leader = os.getpid()
         heard, self._said = os.pipe()
-        if os.fork():
+        try:
+            child = os.fork()
+        except OSError as error:
+            log.warning("no process is left to witness the end of the leader of replica %d: %s", replica, error)
+            child = -1
+        if child:
             os.close(heard)
             return
         for descriptor in (self._said, *others):
             os.close(descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # at the end of which a reader may wait for the replica
         if not os.read(heard, 1):
             fields = leaderless.told(replica, life, leaderless.reason(leader))
             call(coordinator, credentials, leaderless.PURPOSE, fields, call_timeout)
         os._exit(0)
 
     def dismiss(self) -> None:
-        """Tell the witness that the leader ends as it should."""
-        os.write(self._said, b"x")
+        """Tell the witness that the leader ends as it should, if it lives."""
+        with contextlib.suppress(OSError):
+            os.write(self._said, b"x")

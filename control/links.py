@@ -379,13 +379,16 @@ class Listener:
         """Serve a connection whose handshake has ended well, and drop any other."""
         self._strangers.gone(arrival)
         self._arrivals.discard(arrival)
+        arrival.forget()
         if error is not None:
             _dropped(error)
             arrival.sock.close()
             return
         self._rate_limit.proved(arrival.source)
         opening, keys, tunnel = done
-        self._start(self._serve(Channel(arrival.sock, keys, tunnel), opening))
+        channel = Channel(arrival.sock, keys, tunnel)
+        serving = self._start(self._serve(channel, opening))
+        serving.add_done_callback(lambda task: channel.close() if task.cancelled() else None)  # before its first step
 
     async def _serve(self, channel: Channel, opening: handshake.Opening) -> None:
         try:
@@ -428,9 +431,14 @@ class _Arrival:
         except Exception as error:
             self._ended(self, None, error)
 
+    def forget(self) -> None:
+        """Let the handshake go, which refers to this: no garbage collector is needed for either."""
+        self._handshake = None
+
     def close(self) -> None:
         if self._handshake is not None:
             self._handshake.stop()
+        self.forget()
         self.sock.close()
 
 

@@ -314,7 +314,8 @@ class Handshake:
             return
         self.stop()
         if isinstance(error, TimeoutError):
-            error = late(self._steps, self._sock, self._timeout)
+            with contextlib.suppress(OSError):
+                error = late(self._steps, self._sock, self._timeout)
         elif isinstance(error, ConnectionResetError | BrokenPipeError):
             error = HungUp(str(error))
         self._ended(result, error)
@@ -327,6 +328,8 @@ async def handshake(
     done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def ended(result: Any, error: Exception | None) -> None:
+        if done.done():  # cancelled, and not stopped yet
+            return
         if error is not None:
             done.set_exception(error)
         else:

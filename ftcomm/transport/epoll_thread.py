@@ -60,7 +60,8 @@ class EpollThread:
         """Wait for frames from now on, too, or no longer. Does nothing after `leave`."""
         with self._lock:
             if self._readers.get(fd) is reader and self._epoll is not None:
-                self._epoll.modify(fd, _events(receives))
+                with contextlib.suppress(OSError):  # the script has closed it
+                    self._epoll.modify(fd, _events(receives))
 
     def leave(self, fd: int, reader: Reader) -> None:
         """Wait for this connection no more; idempotent. Must come before its descriptor is closed, whose number may
@@ -98,8 +99,8 @@ class EpollThread:
                 self._end()
                 return False
             ready = [(fd, self._readers[fd], what) for fd, what in events if fd in self._readers]
-        if len(ready) < len(events):
-            bell.clear()  # of a last one, after which another came
+            if len(ready) < len(events):
+                bell.clear()  # of a last one, after which another came
         for fd, reader, what in ready:
             try:
                 reader.ready(what)

@@ -98,6 +98,27 @@ def test_who_gives_a_handshake_up_is_not_called_any_more() -> None:
     asyncio.run(run())
 
 
+def test_who_gives_a_handshake_up_in_the_turn_in_which_it_ends_is_told_nothing() -> None:
+    wrong: list[object] = []
+
+    def steps() -> Wired:
+        yield 1
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: wrong.append(context))
+        with pair() as (near, far):
+            driven = asyncio.ensure_future(wire.handshake(near, steps(), DEADLINE))
+            await asyncio.sleep(0)
+            far.sendall(b"a")
+            loop.call_soon(driven.cancel)
+            with pytest.raises(asyncio.CancelledError):
+                await driven
+
+    asyncio.run(run())
+    assert not wrong
+
+
 def test_who_waits_for_a_mute_process_is_told_and_gives_what_follows_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
