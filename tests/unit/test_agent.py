@@ -15,6 +15,7 @@ import pytest
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import server
+from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.handshake import HandshakeError
 from ftcomm.control.links import listen
 from ftcomm.control.rank_errors import Gone, JoinError
@@ -173,7 +174,7 @@ def test_who_waits_on_without_a_coordinator_says_once_in_the_time_of_an_op_what_
         monkeypatch.setattr(agent.data_plane, "wait_on", told.append)
         with caplog.at_level(logging.WARNING, "ftcomm.control"):
             agent._wait_on(19.0, 1.0)  # nothing waits
-            monkeypatch.setattr(agent.data_plane, "stalls", lambda seconds: (7, (1, 3)))
+            monkeypatch.setattr(agent.data_plane, "stalls", lambda seconds: WaitsFor(7, (1, 3)))
             monkeypatch.setattr(agent._up, "refused", HandshakeError("it is of another job"))
             agent._wait_on(20.0, 1.0)
             agent._wait_on(21.0, 1.0)

@@ -36,7 +36,7 @@ def test_no_thread_is_the_first_to_decode_a_struct() -> None:
                 wrong += [(path, call, kind) for kind in kinds if not ast.unparse(kind).startswith("list[tuple[")]
             elif _name(call) == "msgspec.convert":
                 kind = ast.unparse(call.args[1])
-                if kind not in {*learned, "kind", "Layout"}:  # etcd's kinds; a tuple of tuples
+                if kind not in {*learned, "kind", "DTensorLayout"}:  # etcd's kinds; a tuple of tuples
                     wrong.append((path, call, call.args[1]))
         for function in found:
             if isinstance(function, ast.FunctionDef) and function.name not in ("learn", "__init__"):
