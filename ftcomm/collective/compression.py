@@ -5,8 +5,9 @@
     "fp32"       unchanged      halves in float32, so that nothing is rounded        unchanged, rounded once
     "fp8"        coded          never passed on                                      coded, from sums in float32
 
-Halves are always summed in float32. Except in a ring, a member has all inputs of an element, so that only inputs and
-results travel, and the first two forms are the same bytes.
+Halves are always summed in float32. Except in a ring or between hosts, a member has all inputs of an element, so that
+only inputs and results travel, and the first two forms are the same bytes. Between the hosts or rows of a group of many
+members both pass partial sums on in float32.
 
 Coded elements are a byte each and a scale for each block of 256, see `ftcomm.kernels.host.fp8`. Blocks begin at each
 256th element of an op, wherever chunks and slices do. So a result depends only on the inputs and on the contributors,

@@ -15,7 +15,7 @@ order, no member reads what is not there yet, and a driver that has stopped has 
 nothing. Bits are those of the host's reductions (tests/kernels), but for which NaN is passed on.
 
 What no kernel has is reduced by the host: fp8 elements and `compression="fp8"`, sums that are held in other floats than
-their inputs (`compression="fp32"` of halves on a route).
+their inputs (halves that are passed on, by `compression="fp32"` or in a group of many members).
 """
 
 from __future__ import annotations
