@@ -6,8 +6,11 @@ process has a part of that for itself, whatever else runs tests on this machine.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import socket
+from collections.abc import Iterator
 
 _FIRST, _PARTS, _EACH = 10_000, 64, 350  # Linux gives out the ports from 32,768 on
 
@@ -25,13 +28,17 @@ def _claim() -> tuple[socket.socket, int]:
     raise AssertionError(f"{_PARTS} processes on this machine run tests of ftcomm")
 
 
-_holder, _begin = _claim()
-_ports = itertools.cycle(range(_begin, _begin + _EACH))
+@functools.cache
+def _part(pid: int) -> tuple[socket.socket, int, Iterator[int]]:
+    """That of this process: a fork has one of its own."""
+    holder, begin = _claim()
+    return holder, begin, itertools.cycle(range(begin, begin + _EACH))
 
 
 def free_port() -> int:
     """On which nobody listens, and which nobody gets who does not ask for this very one."""
-    for port in itertools.islice(_ports, _EACH):
+    _, begin, ports = _part(os.getpid())
+    for port in itertools.islice(ports, _EACH):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -39,4 +46,4 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise AssertionError(f"all ports from {_begin} to {_begin + _EACH - 1} are taken")
+    raise AssertionError(f"all ports from {begin} to {begin + _EACH - 1} are taken")
