@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import logging
 import secrets
@@ -14,6 +13,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
@@ -321,7 +322,7 @@ class CoordinatorServer:
         ):  # it may still hold a connection to an earlier coordinator
             purpose = "coordinator"
             fields = {"port": self._port.number} if self._anywhere else {"host": self._host, "port": self._port.number}
-            probes += [] if probe.also is None else [dataclasses.replace(probe, shard=1, address=probe.also)]
+            probes += [] if probe.also is None else [msgspec.structs.replace(probe, shard=1, address=probe.also)]
         # An accused process has that long to answer; a silent one is probed again in any case.
         timeout = KERNEL if probe.why in (Why.ACCUSED, Why.SEVERED) else self._presence
         outcome, *_ = await asyncio.gather(*(self._prober.outcome(x, purpose, fields, timeout) for x in probes))
