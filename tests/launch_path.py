@@ -2,15 +2,16 @@
 
     python -m tests.launch_path
 
-It is what the interpreter does between `DeviceCore.launch` and the C code of Triton's launcher, of PyTorch and of the
-driver: that is replaced by functions which return at once. So the figure is no time of a GPU, but the part of the
-launch that is ours. It is the fastest of many, and bytecodes by function, which are the same on a machine with any
-load.
+It is what the interpreter does between `DeviceCore.launch` and the C code of PyTorch and of the driver: that is
+replaced by functions which return at once, of the driver by one of C. So the figure is no time of a GPU, but the part
+of the launch that is ours. It is the fastest of many, and bytecodes by function, which are the same on a machine with
+any load.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
 import time
@@ -33,27 +34,30 @@ from ftcomm.engines.gpu_kernel.launch import variant
 from ftcomm.engines.gpu_kernel.layout import CUDA
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words
+from ftcomm.kernels.device.variant import SCALARS
 from tests.bytecodes import bytecodes
 
 VIEW = GroupView(1, 0, (0, 1), frozenset((0, 1)))
 
 
-class _Compiled:
-    """What Triton returns of a compiled kernel, up to its launcher in C."""
+def compiled(scalars: int = len(SCALARS), **asked: int) -> Any:
+    """What Triton returns of a kernel that it has launched."""
+    plain = {"num_warps": 8, "num_ctas": 1, "shared": 64, "global_scratch_size": 0, "profile_scratch_size": 0}
+    metadata = SimpleNamespace(**{**plain, "launch_cooperative_grid": False, "launch_pdl": False, **asked})
+    parameters = [f".param .u64 allreduce_param_{i}" for i in range(scalars)]
+    scratch = [f".param .u64 .ptr .global .align 1 allreduce_param_{scalars + i}" for i in range(2)]
+    ptx = f".visible .entry allreduce(\n{','.join(parameters + scratch)}\n)\n.reqntid 256\n{{}}"
+    return SimpleNamespace(function=1 << 40, metadata=metadata, asm={"ptx": ptx})
 
-    function, packed_metadata, run = 0, (), staticmethod(lambda *arguments: None)
 
-    def launch_metadata(self, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
-        return None
+class Driver:
+    """A driver whose functions, of C, succeed and do nothing."""
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def runner(*args: Any, stream: int) -> None:
-            metadata = self.launch_metadata(grid, stream, *args)
-            self.run(
-                grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, metadata, None, None, *args
-            )
+    def __getitem__(self, name: str) -> Any:
+        return _C["fegetround"]  # whatever it is called with, 0; each time another object
 
-        return runner
+
+_C = ctypes.CDLL("libm.so.6")
 
 
 class _Array:
@@ -74,10 +78,6 @@ class _Event:
         pass
 
 
-def _no_call(*call: object) -> int:
-    return 0
-
-
 @contextlib.contextmanager
 def core_without_driver() -> Iterator[DeviceCore]:
     """The core of a member on a GPU whose driver does nothing, with one other rank on that GPU."""
@@ -90,14 +90,14 @@ def core_without_driver() -> Iterator[DeviceCore]:
     device._count_programs()
     device._words = SimpleNamespace(addresses=(1, 2, 3))  # type: ignore[assignment]
     device._table = SimpleNamespace(words=range(cuda._TABLE))  # type: ignore[assignment]
-    device._context = driver.Context.__new__(driver.Context)
-    device._context.pushed = driver.Pushed(None)  # type: ignore[arg-type]
+    device._context, device._loaded = driver.Context.__new__(driver.Context), {}
     device.ctl = memoryview(np.zeros(words.CTL_WORDS, np.uint64))
     member = GroupMember[KernelOperation](0, Watchdog(1.0, 1.0, 1.0))
     with (
-        mock.patch.object(driver, "_call", _no_call),
+        mock.patch.object(driver, "_libcuda", Driver),
         mock.patch.object(torch.cuda, "Event", _Event),
     ):
+        device._context.pushed = driver.Pushed(ctypes.c_void_p(1 << 40))
         yield DeviceCore(member, device)
 
 
@@ -108,7 +108,9 @@ def an_op(nbytes: int) -> KernelOperation:
 def load(core: DeviceCore, op: KernelOperation) -> None:
     """Have the kernel of `op` loaded."""
     asked = variant(op, core.device.address(op.array), CUDA, VIEW)
-    cuda._LOADED[0, asked, cuda.small(op.nbytes)] = cuda._Kernel(_Compiled(), (0,) * 12, {})
+    key = asked, cuda.small(op.nbytes)
+    cuda._COMPILED[(0, *key)] = compiled()
+    core.device._load(*key)
 
 
 @click.command()

@@ -3,8 +3,9 @@ imported here."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import triton.language as tl
 
 SCALARS = ("ctl", "state", "view", "array", "kept", "chunks", "count", "call", "template", "deadline_ns")
@@ -20,8 +21,9 @@ _SMALL = 64 << 10  # bytes of an op that takes tiles of one line a thread: short
 _REGISTERS = 255  # a thread may have; the compiler aims at two programs a multiprocessor else, and spills
 
 
-class Variant(NamedTuple):
-    """Says what the exchange asks the kernel to be compiled for, by the names that it has there."""
+class Variant(msgspec.Struct, frozen=True, eq=False):
+    """Says what the exchange asks the kernel to be compiled for, by the names that it has there. Each is made once, and
+    is found by its identity at a launch."""
 
     T: tl.dtype
     OP: int
@@ -33,7 +35,7 @@ class Variant(NamedTuple):
     CODED: bool
 
 
-class CollectiveVariant(NamedTuple):
+class CollectiveVariant(msgspec.Struct, frozen=True, eq=False):
     """The same of a collective that is no all-reduce."""
 
     T: tl.dtype
@@ -58,7 +60,7 @@ def compiled_for(variant: Variant | CollectiveVariant, small: bool) -> dict[str,
     size = variant.T.primitive_bitwidth // 8
     each = 4 if isinstance(variant, Variant) and variant.CODED else size
     return {
-        **variant._asdict(),
+        **msgspec.structs.asdict(variant),
         "BLOCK": 32 * _WARPS * reduced * _LINE // each,
         "COPIED": 32 * _WARPS * copied * _LINE // size,
         "THREADS": 32 * _WARPS,

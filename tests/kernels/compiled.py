@@ -28,6 +28,7 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ftcomm.engines.gpu_kernel.loaded import scratch_addresses
 from ftcomm.kernels.device import INTERPRETED
 from tests.kernels.cases import KernelCase, cases
 from tests.kernels.ptx import WIDE, ControlFlowGraph, Loop, parse
@@ -80,7 +81,10 @@ def examine(case: KernelCase, target: str) -> Facts:
         waits=sum(i.acquires and not i.releases for i in graph.instructions),
         noncoherent=sum(".nc" in i.name for i in graph.instructions),
     )
-    return msgspec.structs.replace(facts, problems=list(problems(case, facts, graph)))
+    found = list(problems(case, facts, graph))
+    if case.kernel in ("allreduce", "collective") and scratch_addresses(kernel, len(case.types)) is None:
+        found.append("only Triton's launcher, which is slow, can launch it")
+    return msgspec.structs.replace(facts, problems=found)
 
 
 def problems(case: KernelCase, facts: Facts, graph: ControlFlowGraph) -> Iterator[str]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
+import msgspec
 import torch
 import triton.language as tl
 
@@ -132,7 +133,7 @@ class Rank:
         """A collective that is no all-reduce, in the process of the rank."""
         layout = SimpleNamespace(lanes=LANES, chunk=CHUNK)
         view = SimpleNamespace(contributors=tuple(range(sources)))
-        constants = collective_variant(op, layout, view)._asdict()  # type: ignore[arg-type]
+        constants = msgspec.structs.asdict(collective_variant(op, layout, view))  # type: ignore[arg-type]
         rows = len(op.finals)
         table = torch.tensor(op.pieces) if op.pieces else None
         collective[(max(1, min(grid, LANES, rows)),)](

@@ -154,8 +154,8 @@ def test_a_kernel_can_be_loaded_without_touching_anything(name: str, second: int
         kernel, own, rest = collective, {"ROWS": 1}, (7, second)
     nowhere = 16  # an address that cannot be read
     addresses = [words.ctypes.data for words in (ctl, state, view)]
-    for _ in range(2):
-        kernel[(1,)](*addresses, nowhere, second, 9, 100_000, 7, 0, 0, *rest, **constants, **own)
+    for values in ((nowhere, second, 9, 100_000, 7, 0, 0), (0,) * 7):
+        kernel[(1,)](*addresses, *values, *rest, **constants, **own)
     assert all((words == was).all() for words, was in zip((ctl, state, view), before, strict=True))
 
 

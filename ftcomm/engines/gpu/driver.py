@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ftcomm.errors import FtcommError
 
@@ -65,13 +65,30 @@ class Pushed:
     """Makes a context the current one of a thread, in a `with`. Any number of threads, and within each other."""
 
     def __init__(self, context: ctypes.c_void_p) -> None:
+        library = _libcuda()
         self._context = context
+        self._push, self._pop = library["cuCtxPushCurrent_v2"], library["cuCtxPopCurrent_v2"]
+        self._popped = ctypes.byref(ctypes.c_void_p())  # the context that was current, which is of no use
 
     def __enter__(self) -> None:
-        _call("cuCtxPushCurrent_v2", self._context)
+        error = self._push(self._context)
+        if error:
+            raise RuntimeError(f"cuCtxPushCurrent_v2: {_name(error)}")
 
     def __exit__(self, *_: object) -> None:
-        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        error = self._pop(self._popped)
+        if error:
+            raise RuntimeError(f"cuCtxPopCurrent_v2: {_name(error)}")
+
+    def call(self, function: Callable[..., int], arguments: tuple[object, ...]) -> int:
+        """Returns what a function of the driver returns in this context: what a `with` does, in half its time."""
+        error = self._push(self._context)
+        if error:
+            raise RuntimeError(f"cuCtxPushCurrent_v2: {_name(error)}")
+        try:
+            return function(*arguments)
+        finally:
+            self._pop(self._popped)
 
 
 # With a context that is current:
@@ -104,6 +121,46 @@ def mapped_address(host: int) -> int:
     address = ctypes.c_uint64()
     _call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), ctypes.c_void_p(host), ctypes.c_uint(0))
     return address.value
+
+
+class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        *((f"grid_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class Kernel:
+    """A kernel whose parameters are all of 64 bits, in a context that launches make the current one. For one thread at
+    a time.
+
+    `parameters`: the values that it begins with.
+    """
+
+    def __init__(self, context: Pushed, function: int, threads: int, shared: int, parameters: Sequence[int]) -> None:
+        count, unit = len(parameters), ctypes.sizeof(ctypes.c_int64)
+        self.parameters = (ctypes.c_int64 * count)(*parameters)
+        self._context = context
+        self._config = _LaunchConfig(1, 1, 1, threads, 1, 1, shared)
+        self._programs, self._stream = 1, 0
+        first = ctypes.addressof(self.parameters)
+        addresses = (ctypes.c_void_p * count)(*range(first, first + count * unit, unit))
+        self._launch = _libcuda()["cuLaunchKernelEx"]
+        self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), addresses, None
+
+    def launch(self, programs: int, stream: int) -> None:
+        """Queue it with the values that its parameters have now."""
+        if programs != self._programs:
+            self._programs = self._config.grid_x = programs
+        if stream != self._stream:
+            self._stream = self._config.stream = stream
+        error = self._context.call(self._launch, self._arguments)
+        if error:
+            raise RuntimeError(f"cuLaunchKernelEx: {_name(error)}")
 
 
 class _IpcHandle(ctypes.Structure):

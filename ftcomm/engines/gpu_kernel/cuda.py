@@ -9,7 +9,7 @@ wait for the GPU to be idle:
   highest priority. Streams that share a hardware queue run one behind the other; see `probe.connections`.
 - A kernel that was never launched is loaded at its first launch, and loading may wait for all that runs ("Lazy Loading"
   in the CUDA programming guide). So before its first launch each variant is launched once on words that tell it to end
-  at once (`_prepare`).
+  at once (`_load`).
 - Host and device exchange words in pinned memory, by loads and stores alone.
 - Freeing, unregistering and closing IPC handles may wait for all that runs. It is put off until nothing of ours does,
   and done by a thread that does nothing else: what begins meanwhile may need the monitor and the control thread to end.
@@ -53,6 +53,7 @@ from ftcomm.engines.gpu_kernel.arrays import stage_bytes, stage_device
 from ftcomm.engines.gpu_kernel.blocks import programs, room
 from ftcomm.engines.gpu_kernel.device import KernelLaunch, Reached
 from ftcomm.engines.gpu_kernel.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS, flag_bytes
+from ftcomm.engines.gpu_kernel.loaded import LoadedKernel
 from ftcomm.engines.gpu_kernel.memory import Export, Shared, open_staging, staging_place, uuid_of, visible_peers
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.device import words as w
@@ -76,7 +77,7 @@ _TABLE = 64 << 10  # tasks for which there is room at first: an op of 16 GB
 _HIGHEST = -100  # priority; the runtime takes the nearest there is
 _NO_DEADLINE = 0  # the host ends what lasts too long, by the word OPEN
 _UNIT = 8  # bytes of a word
-_LOADED: dict[tuple[int, Variant | CollectiveVariant, bool], _Kernel] = {}  # by GPU; of the process, as in Triton
+_COMPILED: dict[tuple[int, Variant | CollectiveVariant, bool], Any] = {}  # by GPU; of the process, as in Triton
 _MASK = (1 << 64) - 1  # words are unsigned to the host
 
 
@@ -103,20 +104,6 @@ class _Words:
     @property
     def addresses(self) -> tuple[int, int, int]:
         return self.pinned.address, self.state, self.view
-
-
-class _Kernel(NamedTuple):
-    """A variant of the kernel that is loaded. Launched so, Triton does not look for it by all its arguments again."""
-
-    compiled: Any  # triton.compiler.CompiledKernel
-    constants: tuple[Any, ...]  # what is compiled in, in the order of the kernel's arguments
-    grids: dict[int, Callable[..., None]]  # what launches so many programs
-
-    def launch(self, programs: int, stream: torch.cuda.Stream, scalars: tuple[int, ...]) -> None:
-        launch = self.grids.get(programs)
-        if launch is None:
-            launch = self.grids[programs] = self.compiled[programs, 1, 1]
-        launch(*scalars, *self.constants, stream=stream.cuda_stream)
 
 
 class _Scratch(_Words):
@@ -163,6 +150,7 @@ class CudaDevice:
         self._captures: torch.cuda.Stream | None = None  # from the first capture on
         self._engines: _CopyEngines | None = None
         self._lock = threading.Lock()  # guards the rest; never held across a wait
+        self._loaded: dict[tuple[Variant | CollectiveVariant, bool], LoadedKernel] = {}
         self._peers: dict[str, _Peer] = {}  # by the nonce of the segment
         self._count_programs()
         self._leaving: list[_Peer] = []
@@ -318,7 +306,8 @@ class CudaDevice:
         return torch.tensor(words, dtype=torch.int64, device=self._device)
 
     def address(self, array: torch.Tensor) -> int:
-        return int(array.data_ptr())
+        address: int = array.data_ptr()
+        return address
 
     def empty(self, array: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(array)
@@ -358,27 +347,24 @@ class CudaDevice:
         array, variant, pieces = launch.array, launch.variant, launch.pieces
         moves = isinstance(variant, CollectiveVariant)
         second = launch.source if moves else launch.kept
-        scalars: tuple[int, ...] = (
-            *self._words.addresses,
-            array.data_ptr(),
-            0 if second is None else second.data_ptr(),
-            *(launch.chunks, launch.count, launch.call, launch.template, _NO_DEADLINE),
-        )
-        if moves:
-            scalars = (*scalars, launch.who, 0 if pieces is None else pieces.data_ptr())
         try:
             if launch.chunks > len(self._table.words):
                 with self._on():
                     self._table = Pinned(launch.chunks * _UNIT)
             short = small(array.nbytes if second is None else max(array.nbytes, second.nbytes))
-            kernel = _LOADED.get((self._index, variant, short)) or self._load(variant, short, scalars)
+            kernel = self._loaded.get((variant, short)) or self._load(variant, short)
+            scalars: tuple[int, ...] = (
+                array.data_ptr(),
+                0 if second is None else second.data_ptr(),
+                *(launch.chunks, launch.count, launch.call, launch.template, _NO_DEADLINE),
+            )
             array.record_stream(stream)
             if moves:
+                scalars = (*scalars, launch.who, 0 if pieces is None else pieces.data_ptr())
                 for other in (second, pieces):
                     if other is not None:
                         other.record_stream(stream)
-            with self._context.pushed:
-                kernel.launch(launch.programs, stream, scalars)
+            kernel.launch(launch.programs, stream.cuda_stream, scalars)
             if self._captures is not None and stream is self._op:
                 with self._on():
                     self._say_called()
@@ -390,15 +376,20 @@ class CudaDevice:
                 "headers of this Python (Debian, Ubuntu: apt install gcc python3-dev), or the path of one in CC."
             ) from error
 
-    def _load(self, variant: Variant | CollectiveVariant, short: bool, scalars: tuple[int, ...]) -> _Kernel:
-        """Launch the kernel once where it ends at once, and wait for that."""
+    def _load(self, variant: Variant | CollectiveVariant, short: bool) -> LoadedKernel:
+        """Have the kernel loaded. The first in a process launches it once where it ends at once, and waits for that."""
         constants = compiled_for(variant, short)
         moves = isinstance(variant, CollectiveVariant)
-        function = collective if moves else allreduce
-        names = function.arg_names[len(COLLECTIVE_SCALARS if moves else SCALARS) :]
-        with self._on(), self._brief_stream() as stream, torch.cuda.stream(stream):
-            compiled = function[(1,)](*self._scratch.addresses, *scalars[len(self._scratch.addresses) :], **constants)
-        kernel = _LOADED[self._index, variant, short] = _Kernel(compiled, tuple(constants[name] for name in names), {})
+        function, names = (collective, COLLECTIVE_SCALARS) if moves else (allreduce, SCALARS)
+        words = self._words.addresses
+        scalars = len(names) - len(words)
+        compiled = _COMPILED.get((self._index, variant, short))
+        if compiled is None:
+            with self._on(), self._brief_stream() as stream, torch.cuda.stream(stream):
+                compiled = function[(1,)](*self._scratch.addresses, *[0] * scalars, **constants)
+            _COMPILED[self._index, variant, short] = compiled
+        values = tuple(constants[name] for name in function.arg_names[len(names) :])
+        kernel = self._loaded[variant, short] = LoadedKernel(self._context.pushed, compiled, words, scalars, values)
         return kernel
 
     def copy(self, source: torch.Tensor, to: torch.Tensor) -> None:

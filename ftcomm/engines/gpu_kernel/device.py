@@ -15,6 +15,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
+
 from ftcomm.arrays import Staged
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Layout
@@ -34,12 +36,12 @@ class Reached(NamedTuple):
     lanes: memoryview  # ("Q") `words` for the host; of a peer read-only
 
 
-class KernelLaunch(NamedTuple):
+class KernelLaunch(msgspec.Struct, frozen=True):
     """One launch of a kernel of `ftcomm.kernels.device.allreduce`: of `collective`, if it has that kind of variant. The
     device adds ctl, state and view, which it owns."""
 
     array: Any  # flat, what an op works on; the exchange keeps it alive until the op has returned
-    count: int  # type: ignore[assignment]  # of elements; not the method of a tuple
+    count: int  # of elements
     call: int  # what members compare
     template: int  # by which the kernel says which launch it is; see ftcomm.engines.gpu_kernel.graphs
     chunks: int

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ftcomm.engines.gpu.interpreter import interpreter, tl  # first: Triton is to interpret
@@ -155,7 +156,7 @@ class InterpretDevice:
             kernel = collective if moves else allreduce
             kernel[(launch.programs,)](
                 *map(_int64, scalars),
-                **launch.variant._asdict(),
+                **msgspec.structs.asdict(launch.variant),
                 BLOCK=_BLOCK,
                 COPIED=_BLOCK,
                 THREADS=_THREADS,

@@ -41,10 +41,20 @@ def _variant(dtype: str, op: str, coded: bool, sources: int, aligned: bool, lane
 def collective_variant(op: CollectiveOperation, layout: Layout, view: GroupView) -> CollectiveVariant:
     """The same of a collective that is no all-reduce."""
     aligned = op.alignment == 16
-    if not op.op:
-        return CollectiveVariant(tl.dtype(f"int{8 * op.width}"), 0, 1, aligned, layout.lanes, layout.chunk, MOVED)
-    T, code, unrolled = _reduction(op.dtype, op.op, len(view.contributors))
-    return CollectiveVariant(T, code, unrolled, aligned, layout.lanes, layout.chunk, REDUCED)
+    if op.op:
+        return _reduces(op.dtype, op.op, len(view.contributors), aligned, layout.lanes, layout.chunk)
+    return _moves(op.width, aligned, layout.lanes, layout.chunk)
+
+
+@functools.cache
+def _reduces(dtype: str, op: str, sources: int, aligned: bool, lanes: int, chunk: int) -> CollectiveVariant:
+    T, code, unrolled = _reduction(dtype, op, sources)
+    return CollectiveVariant(T, code, unrolled, aligned, lanes, chunk, REDUCED)
+
+
+@functools.cache
+def _moves(width: int, aligned: bool, lanes: int, chunk: int) -> CollectiveVariant:
+    return CollectiveVariant(tl.dtype(f"int{8 * width}"), 0, 1, aligned, lanes, chunk, MOVED)
 
 
 def _reduction(dtype: str, op: str, sources: int) -> tuple[tl.dtype, int, int]:
