@@ -439,10 +439,10 @@ class Group(Calls):
 
         Call it on all members; in a replica that comes back too, before its first boundary, since others wait for it
         then. Its calls have no order relative to those of other groups. Blocks until all members in the view in force
-        have come; it does not block in a replica that joins a running job and is in no view yet. The group takes 16 MB
-        of memory from its first collective on, and as much for each peer that does not share memory; before that, some
-        KB. Raises `ArgumentError`, and `TransportError` after FTCOMM_INIT_TIMEOUT; in a step, a member that does not
-        come is removed as a stall before.
+        have come; it does not block in a replica that joins a running job and is in no view yet. The group takes as
+        much memory as its collectives stage, up to 4 MB among members of one host and 16 MB beyond, and as much for
+        each peer that does not share memory; before that, some KB. Raises `ArgumentError`, and `TransportError` after
+        FTCOMM_INIT_TIMEOUT; in a step, a member that does not come is removed as a stall before.
         """
         from ftcomm.subgroup import Subgroup
         from ftcomm.subgroup_internals import SubgroupInternals

@@ -72,7 +72,6 @@ class Subgroup(Calls):
         return self.internals.call_timeout()
 
     def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
-        self.internals.reserve()
         done = super()._carry_out(op, result, finish, async_op)
         self.internals.check_called(op)
         return done

@@ -115,7 +115,7 @@ class SubgroupInternals:
         self.p2p = JobProgressEngine(group.replica, group.shard, self._dial_p2p)
         engine = HostEngine(
             group.replica,
-            Segment(members=len(replicas), later=True),  # programs have many groups of which they use few
+            Segment(members=len(replicas), chunks=0),
             settings.transport,
             Deadlines.of(settings.timeouts),
             verify=settings.verify,
@@ -130,7 +130,6 @@ class SubgroupInternals:
             Terms((settings.host, group.internals.port), settings.data, settings.algorithm, settings.tuning),
             GroupKind.SUBGROUP,
         )
-        self._segment = communicator.segment
         self.exchange = communicator.exchange
         self._membership = DerivedMembership(group.replica, replicas, communicator.here, settings.timeouts, made)
         self._changed = threading.Condition(self._lock)  # of the membership, and the error
@@ -181,10 +180,6 @@ class SubgroupInternals:
     def when(self) -> tuple[int, int]:
         """Returns when a call is made now, see `Internals.when`."""
         return self.job.when() if self.called is None else self.called
-
-    def reserve(self) -> None:
-        """Take the memory for ops, the first time."""
-        self._segment.reserve()
 
     def check_called(self, op: Operation) -> None:
         """Raise for an op that was called after it was heard that a member has closed the group: whoever is left has

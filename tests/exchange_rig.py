@@ -55,7 +55,7 @@ class Member:
 
     def __init__(self, replica: int, op_timeout: float = DEADLINE, verify: bool = False) -> None:
         self.replica = replica
-        self.segment = Segment(LAYOUT)
+        self.segment = Segment(LAYOUT, chunks=0)
         self.stalls: list[Stall] = []
         self.lost: list[tuple[int, int, str]] = []
         self.divergences: list[Divergence] = []
@@ -68,6 +68,13 @@ class Member:
             on_divergence=self.divergences.append if verify else None,
             ranks_per_replica=8,  # all members share one interpreter lock: sleep early
         )
+
+
+def pages(segment: Segment) -> tuple[int, int]:
+    """How many pages a segment has, and how many of it are reserved, those of the words with them. More are there if
+    somebody has touched others."""
+    reserved = segment._lacking.count(0) + segment.header // 4096
+    return os.fstat(segment.fd).st_blocks * 512 // 4096, reserved
 
 
 def mirrored(replica: int = 0) -> tuple[Exchange, Segment]:
@@ -150,9 +157,12 @@ class Rig:
     def __exit__(self, *exc: object) -> None:
         for member in self.members.values():
             member.exchange.fail(RuntimeError("the test is over"))
+        used = [(member.segment.layout.size, *pages(member.segment)) for member in self.members.values()]
+        for member in self.members.values():
             member.segment.close()
         self.members.clear()
         gc.collect()  # an exchange is part of cycles, and holds a segment
+        assert all(there <= reserved for _, there, reserved in used), f"bytes, touched, reserved: {used}"
 
     def view(self, replicas: Iterable[int], contributing: Iterable[int] | None = None) -> None:
         """Install a view at its members, as the control plane does. Those left out are told nothing."""

@@ -23,6 +23,7 @@ from ftcomm.collective.algorithms.direct import OneShotViews
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import LAST, Pipeline
 from ftcomm.collective.plan import GroupView
+from ftcomm.errors import TransportError
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import DESCRIPTORS, DETAIL, NEAR, POSTED, SLOTS, TAKEN, Segment
@@ -102,7 +103,10 @@ class FastPath:
         kept = self._kept[index % NEAR]
         if len(kept) >= _KEPT:
             kept.clear()
-        made: OneShotViews = algorithms.one_shot.views(op, op.count, self._pipeline.staging(index))
+        try:
+            made: OneShotViews = algorithms.one_shot.views(op, op.count, self._pipeline.staging(index))
+        except TransportError:  # there is no memory for them, with which the stream fails
+            return None
         kept[op.call] = made
         return made
 

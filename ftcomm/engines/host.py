@@ -11,7 +11,7 @@ from ftcomm.p2p.slots import Slots
 from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings import Settings
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import HOST, Layout, Segment, layout_for
+from ftcomm.transport.segment import HOST, NEAR, Layout, Segment, layout_for
 
 
 class HostEngine(HostCalls):
@@ -37,7 +37,10 @@ class HostEngine(HostCalls):
 
     @classmethod
     def of_job(cls, settings: Settings, layout: Layout = HOST, reducer: Reducer | None = None) -> HostEngine:
-        segment = Segment(layout_for(settings.transport, layout), members=settings.replicas)
+        layout = layout_for(settings.transport, layout)
+        # What ops among members of one host use is had at the start, or never. A device maps all of the segment.
+        chunks = NEAR * layout.near if reducer is None else None
+        segment = Segment(layout, members=settings.replicas, chunks=chunks)
         return cls(
             settings.replica,
             segment,

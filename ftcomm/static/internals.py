@@ -99,7 +99,7 @@ class StaticGroupInternals:
         self._communicator = communicator = Communicator(
             name,
             me,
-            HostEngine(me, Segment(members=len(infos)), transport, deadlines, verify=verify),
+            HostEngine(me, Segment(members=len(infos), chunks=0), transport, deadlines, verify=verify),
             Events(self._stalled, self._broken, self._connection_ended, self._diverged),
             self.p2p,
             terms,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import mmap
@@ -226,67 +227,97 @@ class Memory:
 class Segment(Memory):
     """The own memory of this rank. Its address for others is the process id, `fd` and `nonce`.
 
-    It has words for `members`, if `layout` has fewer. All of it is reserved and touched here, or, with `later`, by
-    `reserve`, which must come before anything is staged: to run out of memory later would be a signal in the middle of
-    a copy, and a first touch costs a page fault every 4 KB. Raises `TransportError` if the memory cannot be had.
+    It has words for `members`, if `layout` has fewer. What is staged must be reserved before: to run out of memory in
+    the middle of a copy would be a signal, and not an error. So `carve` reserves page by page, and a group takes what
+    its ops use. The first `chunks` of each region are reserved here; None: all of the segment. Raises `TransportError`
+    if the memory cannot be had.
     """
 
-    def __init__(self, layout: Layout = HOST, *, members: int = LEAST, later: bool = False) -> None:
+    def __init__(self, layout: Layout = HOST, *, members: int = LEAST, chunks: int | None = None) -> None:
         layout = sized(layout, members)
         self._lay_out(layout)
         size = layout.size
         self.nonce = secrets.token_hex(16)
         self.fd = os.memfd_create("ftcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._reserving = threading.Lock()
-        self._reserved = False
+        self._file = _identity(self.fd)
+        self._reserving = threading.Lock()  # also held to close the descriptor; guards the next one
+        self._lacking = bytearray(b"\1") * -(-size // _PAGE)  # 1: a page that is not reserved
         try:
-            os.posix_fallocate(self.fd, 0, self.header if later else size)
+            os.posix_fallocate(self.fd, 0, self.header)
             os.ftruncate(self.fd, size)
             memory = mmap.mmap(self.fd, size)
             # From here on no process can change its size or map it for writing, not even through /proc.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
         except OSError as error:
             os.close(self.fd)
-            raise self._no_memory(error) from error
+            raise self._no_memory(size, error) from error
         self._map(memory)
         apart(self, lambda segment: (segment.fd,))
-        if not later:
-            self.reserve()
+        try:
+            if chunks is None:
+                self._reserve(self.header, size)
+            else:
+                self._reserve(self.offset(POSTED, 0), self.offset(POSTED, chunks))
+                self._reserve(self.offset(REDUCED, 0), self.offset(REDUCED, chunks))
+        except TransportError:
+            self.close()
+            raise
         self.words[0] = layout.magic
         self.words[1], self.words[2] = _halves(self.nonce)
         self.words[3], self.words[4], self.words[5] = layout.slots, layout.chunk, layout.lanes
 
-    def reserve(self) -> None:
-        """Reserve and touch the memory; idempotent; thread-safe. Raises `TransportError`."""
-        if self._reserved:
-            return
-        with self._reserving:
-            if self._reserved:
-                return
-            try:
-                os.posix_fallocate(self.fd, 0, self.layout.size)
-            except OSError as error:
-                raise self._no_memory(error) from error
-            self._bytes[self.header :] = 0
-            self._reserved = True
+    def carve(self, region: int, slot: int, start: int, count: int, carrier: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Does what `Memory.carve` does, and reserves it. Raises `TransportError`."""
+        base = self.offset(region, slot) + start * carrier.itemsize
+        end = base + count * carrier.itemsize
+        if self._lacking.find(1, base // _PAGE, -(-end // _PAGE)) >= 0:
+            self._reserve(base, end)
+        return self._bytes[base:end].view(carrier)
 
-    def _no_memory(self, error: OSError) -> TransportError:
+    def _reserve(self, base: int, end: int) -> None:
+        """Reserve and touch these bytes of the segment, and nothing of what is reserved already: that may be in use.
+        Thread-safe. Raises `TransportError`."""
+        last, end = base // _PAGE, -(-end // _PAGE)
+        with self._reserving:
+            lacking = self._lacking
+            while (first := lacking.find(1, last, end)) >= 0:
+                last = lacking.find(0, first, end)
+                last = end if last < 0 else last
+                at, stop = first * _PAGE, min(last * _PAGE, self.layout.size)
+                try:
+                    if _identity(self.fd) != self._file:
+                        raise OSError(errno.EBADF, "the script has closed its descriptor, and opened something else")
+                    os.posix_fallocate(self.fd, at, stop - at)
+                except OSError as error:
+                    raise self._no_memory(stop - at, error) from error
+                self._bytes[at:stop] = 0
+                lacking[first:last] = bytes(last - first)
+
+    @staticmethod
+    def _no_memory(nbytes: int, error: OSError) -> TransportError:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         said = "none" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
         return TransportError(
-            f"cannot reserve {self.layout.size >> 20} MB of shared memory to stage in: {error.strerror}. Free memory, "
-            f"raise the memory limit of the container or job, or the file size limit (ulimit -f; now {said})."
+            f"cannot reserve {nbytes >> 10} KB of shared memory to stage in: {error.strerror}. Free memory, raise the "
+            f"memory limit of the container or job, or the file size limit (ulimit -f; now {said})."
         )
 
     def close(self) -> None:
         """Let no process open the segment any more. The memory itself goes with the last mapping."""
-        fd, self.fd = self.fd, -1
+        with self._reserving:
+            fd, self.fd = self.fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):  # the script has closed it
                 os.close(fd)
 
 
 _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; missing in Python's fcntl module
+_PAGE = 4096  # bytes
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 class OtherEngine(TransportError):

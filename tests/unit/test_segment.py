@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from ftcomm.transport.segment import (
     HOST,
     LEAST,
     MIRRORS,
+    NEAR,
     POSTED,
     REDUCED,
     SIZE,
@@ -159,18 +162,86 @@ def test_too_little_memory_is_an_error_with_the_mend() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stderr
-    assert "cannot reserve 16 MB of shared memory" in done.stdout
+    assert "cannot reserve 16388 KB of shared memory" in done.stdout
     assert "ulimit -f; now 1048576 bytes" in done.stdout
 
 
-def test_memory_of_a_group_is_taken_when_it_is_needed() -> None:
-    segment = Segment(later=True)
+def taken(segment: Segment) -> int:
+    return os.fstat(segment.fd).st_blocks * 512
+
+
+def test_memory_is_taken_by_who_carves_it_and_what_is_there_stays() -> None:
+    segment, bytes_ = Segment(chunks=0), np.dtype(np.uint8)
     reader = open_peer(segment)
-    taken = [os.fstat(segment.fd).st_blocks * 512]
+    steps = [taken(segment)]
+    first = segment.carve(POSTED, 1, 0, 3, bytes_)
+    first[:] = 7
+    steps.append(taken(segment))
+    last = segment.carve(POSTED, 1, 2 * 4096 + 5, 3, bytes_)
+    last[:] = 9
+    steps.append(taken(segment))
     for _ in range(2):
-        segment.reserve()
-        taken.append(os.fstat(segment.fd).st_blocks * 512)
-    assert taken == [HEADER, SIZE, SIZE]
-    segment.carve(POSTED, 0, 0, 3, np.dtype(np.uint8))[:] = 7
-    assert reader.carve(POSTED, 0, 0, 3, np.dtype(np.uint8)).tolist() == [7] * 3
+        whole = segment.carve(POSTED, 1, 3, 3 * 4096, bytes_)  # ends in a page that no other part has
+        steps.append(taken(segment))
+    segment.carve(REDUCED, SLOTS, CHUNK - 1, 2, bytes_)  # of two chunks
+    steps.append(taken(segment))
+    assert steps == [HEADER + 4096 * pages for pages in (0, 1, 2, 4, 4, 6)]
+    assert reader.carve(POSTED, 1, 0, 3, bytes_).tolist() == first.tolist() == [7] * 3
+    assert reader.carve(POSTED, 1, 2 * 4096 + 5, 3, bytes_).tolist() == last.tolist() == [9] * 3
+    assert not whole[: 2 * 4096].any()
     segment.close()
+
+
+@pytest.mark.parametrize("chunks", [NEAR, 2 * NEAR, None])
+def test_memory_that_is_reserved_at_the_start_is_that_of_the_first_chunks(chunks: int | None) -> None:
+    segment = Segment(chunks=chunks)
+    before = taken(segment)
+    assert before == SIZE if chunks is None else before == HEADER + 2 * chunks * CHUNK
+    for region in (POSTED, REDUCED):
+        for slot in range(chunks or SLOTS):
+            segment.carve(region, slot, 0, CHUNK, np.dtype(np.uint8))[:] = 1
+    assert taken(segment) == before
+    segment.close()
+
+
+@pytest.mark.parametrize("slot", [NEAR, 0])
+def test_memory_that_cannot_be_had_later_is_an_error_and_may_be_had_then(
+    slot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = Segment(chunks=0 if slot == 0 else NEAR)
+    before = taken(segment)
+    with monkeypatch.context() as lacking:
+        lacking.setattr(os, "posix_fallocate", no_memory)
+        with pytest.raises(TransportError, match=r"cannot reserve 8 KB .*: No space left on device. Free memory"):
+            segment.carve(POSTED, slot, 0, 5000, np.dtype(np.uint8))
+        assert taken(segment) == before
+    segment.carve(POSTED, slot, 0, 5000, np.dtype(np.uint8))[:] = 1
+    assert taken(segment) == before + 8192
+    segment.close()
+
+
+def no_memory(fd: int, offset: int, length: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_no_file_of_the_script_grows_in_place_of_a_segment(tmp_path: Path) -> None:
+    segment = Segment(chunks=0)
+    with open(tmp_path / "file", "w+b") as file:
+        os.dup2(file.fileno(), segment.fd)  # as if the script had closed it, and the number had come to a file
+        with pytest.raises(TransportError, match="the script has closed its descriptor"):
+            segment.carve(POSTED, 0, 0, 1, np.dtype(np.uint8))
+        assert os.fstat(file.fileno()).st_size == 0
+    segment.close()
+    with pytest.raises(TransportError, match="Bad file descriptor"):
+        segment.carve(POSTED, 0, 0, 1, np.dtype(np.uint8))
+
+
+def test_a_segment_that_cannot_be_had_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    allocate = os.posix_fallocate
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda fd, at, n: allocate(fd, at, n) if at == 0 else no_memory(fd, at, n)
+    )
+    with pytest.raises(TransportError, match="cannot reserve 2048 KB"):
+        Segment(chunks=NEAR)
+    assert len(os.listdir("/proc/self/fd")) == before
