@@ -42,7 +42,7 @@ from ftcomm.collective.compression import FP8, unsupported_compression
 from ftcomm.control.limits import MEMBERS
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.call_codes import COMPRESSIONS
-from ftcomm.launch.option_types import choices
+from ftcomm.launch.commands.option_types import choices
 from ftcomm.settings import TRANSPORTS
 
 if TYPE_CHECKING:

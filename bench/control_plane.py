@@ -32,7 +32,7 @@ from ftcomm.bench.stats import percentile
 from ftcomm.control.limits import RANKS
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch.option_types import choices
+from ftcomm.launch.commands.option_types import choices
 
 FAULTS = ("rank", "host", "replica", "coordinator", "stall", "flap", "failover")
 USUAL = FAULTS[:5]  # the others need several hosts, or etcd

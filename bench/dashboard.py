@@ -32,7 +32,7 @@ from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, option
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.admin import protocol
 from ftcomm.launch.admin.server import AdminServer
-from ftcomm.launch.option_types import Parsed, Several
+from ftcomm.launch.commands.option_types import Parsed, Several
 from ftcomm.monitoring.job import JobMonitor
 from ftcomm.recorder import files, layout
 from ftcomm.recorder.layout import GroupKind

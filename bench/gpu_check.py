@@ -25,7 +25,7 @@ import msgspec
 
 from ftcomm.bench.harness import BenchReport, Experiment, Table, option
 from ftcomm.errors import SettingsError
-from ftcomm.launch.option_types import Several
+from ftcomm.launch.commands.option_types import Several
 
 IN_ALL = 540.0  # seconds
 _GRACE = 5.0  # for a process that is told to end, and again for one that is killed

@@ -29,7 +29,7 @@ from ftcomm.bench.plots import check_plot
 from ftcomm.bench.progress import ProgressBar
 from ftcomm.bench.sizes import format_size, parse_size
 from ftcomm.errors import SettingsError
-from ftcomm.launch.option_types import Parsed, Several
+from ftcomm.launch.commands.option_types import Parsed, Several
 
 # -- options -----------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from ftcomm.bench.sizes import sweep
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.dtypes import DTYPES, unsupported
 from ftcomm.kernels.spans import MOST_SOURCES
-from ftcomm.launch.option_types import Several
+from ftcomm.launch.commands.option_types import Several
 
 KERNELS = ("copy", "reduce")  # a copy is the reduction of one source
 MEMCPY = "memcpy"  # the CUDA runtime's copy on the device

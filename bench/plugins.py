@@ -28,7 +28,7 @@ from ftcomm.bench.plugin_rank import TRAINERS, WARM, PluginTask, Took, train
 from ftcomm.bench.process_group import MOST_PCT, ProcessGroupRequest, reference_step
 from ftcomm.bench.stats import median
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch.option_types import Several
+from ftcomm.launch.commands.option_types import Several
 
 DRIVEN = 600.0  # s for a round whose ranks something else starts
 

@@ -42,7 +42,7 @@ from ftcomm.lab.netns.hosts import NamespaceHosts
 from ftcomm.lab.netns.slow_network import settle
 from ftcomm.lab.observe import open_words, stop
 from ftcomm.launch.admin.handlers import status
-from ftcomm.launch.option_types import choices
+from ftcomm.launch.commands.option_types import choices
 from ftcomm.settings import TRANSPORTS, Settings
 from ftcomm.transport.segment import POSTED, STAGED, TAKEN
 

@@ -31,7 +31,7 @@ from ftcomm.bench.stats import median, percentile, slowest
 from ftcomm.bench.torchft import TIMEOUT, manager
 from ftcomm.demo.model import Transformer
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch.option_types import Several
+from ftcomm.launch.commands.option_types import Several
 from ftcomm.training import StepLoop
 from ftcomm.training.state import digest
 

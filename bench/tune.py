@@ -32,7 +32,7 @@ from ftcomm.errors import SettingsError
 from ftcomm.group import Group
 from ftcomm.lab.netns.hosts import NamespaceHosts
 from ftcomm.lab.netns.slow_network import settle
-from ftcomm.launch.option_types import choices
+from ftcomm.launch.commands.option_types import choices
 from ftcomm.settings import Settings
 from ftcomm.settings.tuning import EVER, MEMBERS, Tuning
 from ftcomm.settings.tuning_file import File

@@ -37,7 +37,7 @@ from ftcomm.lab.netns.hosts import NamespaceHosts, parse_delay, parse_rate
 from ftcomm.lab.netns.network import CABLE
 from ftcomm.lab.netns.relay import Counts
 from ftcomm.lab.netns.slow_network import SlowNetwork, settle
-from ftcomm.launch.option_types import Parsed
+from ftcomm.launch.commands.option_types import Parsed
 from ftcomm.settings import ALGORITHMS, check_data
 from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS
 from ftcomm.static.group import StaticGroup

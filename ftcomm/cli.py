@@ -17,7 +17,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, InitError, SettingsError
 from ftcomm.lab.netns.hosts import hosts_named, parse_delay, parse_rate
 from ftcomm.launch.listen import Listen
-from ftcomm.launch.torchrun_options import Rendezvous, spellings, torchrun_options, whole_replicas
+from ftcomm.launch.torchrun.options import Rendezvous, spellings, torchrun_options, whole_replicas
 from ftcomm.monitoring.history_path import VARIABLE, default_path
 from ftcomm.settings import TRANSPORTS
 
@@ -35,18 +35,21 @@ class LazyGroup(click.Group):
         "check": ("ftcomm.simulation.check_cli:check", "Explore every interleaving of a small group and its faults."),
         "doctor": ("ftcomm.doctor.cli:doctor", "Check what ftcomm needs of this machine, and say what mends it."),
         "report": ("ftcomm.dashboard.report:report", "Tell what interrupted jobs, and what it cost."),
-        "resize": ("ftcomm.launch.commands:resize", "Let fewer or more replicas train, without a stop."),
-        "restart": ("ftcomm.launch.commands:restart", "Restart replicas one by one while the others train on."),
+        "resize": ("ftcomm.launch.commands.job:resize", "Let fewer or more replicas train, without a stop."),
+        "restart": ("ftcomm.launch.commands.job:restart", "Restart replicas one by one while the others train on."),
         "simulate": (
             "ftcomm.simulation.simulate_cli:simulate",
             "Run the protocol in virtual time, with all kinds of faults.",
         ),
-        "stragglers": ("ftcomm.launch.diagnosis_commands:stragglers", "Show who makes the others wait, and for what."),
-        "status": ("ftcomm.launch.commands:status", "Show a running job: who is in it, and at which step."),
+        "stragglers": ("ftcomm.launch.commands.diagnosis:stragglers", "Show who makes the others wait, and for what."),
+        "status": ("ftcomm.launch.commands.job:status", "Show a running job: who is in it, and at which step."),
         "top": ("ftcomm.dashboard.top:top", "Watch a running job in the terminal."),
-        "dump": ("ftcomm.launch.recordings:dump", "Write what all ranks of a job did, also of one that hangs."),
-        "trace": ("ftcomm.launch.recordings:trace", "Write a trace of all ranks on one clock, for Perfetto."),
-        "why": ("ftcomm.launch.diagnosis_commands:why", "Say why a job stands still: who, and at which line."),
+        "dump": (
+            "ftcomm.launch.commands.recordings:dump",
+            "Write what all ranks of a job did, also of one that hangs.",
+        ),
+        "trace": ("ftcomm.launch.commands.recordings:trace", "Write a trace of all ranks on one clock, for Perfetto."),
+        "why": ("ftcomm.launch.commands.diagnosis:why", "Say why a job stands still: who, and at which line."),
         "demo": ("ftcomm.demo.show:demo", "Train four replicas, kill one, watch the others go on."),
     }
 
@@ -300,8 +303,8 @@ def coordinator(**options: Any) -> None:
     It ends when the job has: with 0 if all replicas finished, with 1 if the job failed, with 3 on Ctrl-C or SIGTERM.
     Training goes on without it; start it again with the same --port and --store.
     """
-    from ftcomm.launch.coordinator import CoordinatorOptions
-    from ftcomm.launch.coordinator import run as run_coordinator
+    from ftcomm.launch.coordinator.command import CoordinatorOptions
+    from ftcomm.launch.coordinator.command import run as run_coordinator
 
     sys.exit(run_coordinator(CoordinatorOptions(token=os.environ.get("FTCOMM_TOKEN", ""), **options)))
 

@@ -33,7 +33,7 @@ from ftcomm.demo.data import batch, library_text
 from ftcomm.demo.model import Transformer
 from ftcomm.demo.train import learning_rate
 from ftcomm.errors import SettingsError
-from ftcomm.launch.option_types import Several
+from ftcomm.launch.commands.option_types import Several
 from ftcomm.settings import Settings
 from ftcomm.torch.buckets import GradientBuckets
 from ftcomm.training import StepLoop

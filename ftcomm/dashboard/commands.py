@@ -16,7 +16,7 @@ from ftcomm.dashboard.metrics import OtelExport
 from ftcomm.dashboard.server import DashboardServer
 from ftcomm.errors import SettingsError
 from ftcomm.launch.admin.client import find
-from ftcomm.launch.commands import job_option
+from ftcomm.launch.commands.job import job_option
 from ftcomm.launch.listen import LOOPBACK
 
 TOKEN = "FTCOMM_DASHBOARD_TOKEN"

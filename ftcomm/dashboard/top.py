@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ftcomm.dashboard.report import lasting
 from ftcomm.launch.admin.client import AdminClient, JobEnded, find
-from ftcomm.launch.commands import job_option
+from ftcomm.launch.commands.job import job_option
 from ftcomm.monitoring.gpu_time import PRICED
 from ftcomm.monitoring.interruptions import Interruption
 from ftcomm.monitoring.job import GONE, Overview, Point, RowView

@@ -51,7 +51,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ftcomm.control.server import CoordinatorServer, ServerError
 from ftcomm.errors import FtcommError, InitError
 from ftcomm.launch.event_text import describe
-from ftcomm.launch.torch_store import TorchStore
+from ftcomm.launch.torchrun.store import TorchStore
 from ftcomm.settings import split_endpoint, timeouts
 from ftcomm.settings.credentials import from_env
 from ftcomm.sync.sched import request_short_slice

@@ -7,10 +7,10 @@ from typing import Any
 
 from ftcomm.control.messages import Event
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.places import Places
 from ftcomm.launch.removed_replicas import RemovedReplicas
 from ftcomm.launch.replica_processes import ReplicaProcesses
+from ftcomm.launch.several_hosts.other_hosts import OtherHosts
 from ftcomm.launch.shutdown import Shutdown
 
 

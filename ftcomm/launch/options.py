@@ -15,7 +15,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 from ftcomm.launch.hosts import HostPlacement
 from ftcomm.launch.listen import Listen
-from ftcomm.launch.node_place import NodePlace
+from ftcomm.launch.several_hosts.node_place import NodePlace
 from ftcomm.settings import TRANSPORTS, chain
 
 TIMEOUT_OPTIONS = "--op-timeout, --heartbeat-timeout, --op-timeout-floor"

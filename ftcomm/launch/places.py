@@ -6,10 +6,10 @@ import time
 from typing import NamedTuple
 
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_messages import ReplicaIs
-from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.policy import State
 from ftcomm.launch.replica_processes import ReplicaProcesses
+from ftcomm.launch.several_hosts.messages import ReplicaIs
+from ftcomm.launch.several_hosts.other_hosts import OtherHosts
 
 
 class PlaceInJob(NamedTuple):

@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from ftcomm.errors import InitError
-from ftcomm.launch import reaper, torchrun
+from ftcomm.launch import reaper
 from ftcomm.launch.hosts import HostNetwork
-from ftcomm.launch.launcher_messages import Heard, ReplicaIs
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import LineSplitter, LogFile
 from ftcomm.launch.policy import Restarts, State
 from ftcomm.launch.process import RankProcess
 from ftcomm.launch.rundir import RunDir
+from ftcomm.launch.several_hosts.messages import Heard, ReplicaIs
+from ftcomm.launch.torchrun import environment as torchrun
 
 LINES, WIDTH = 12, 300  # the last lines of a rank that are remembered, and bytes of each
 

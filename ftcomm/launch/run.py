@@ -22,29 +22,29 @@ from ftcomm.errors import FtcommError, SettingsError, TransportError
 from ftcomm.launch.admin.handlers import answer, status
 from ftcomm.launch.admin.protocol import SOCKET
 from ftcomm.launch.admin.server import AdminServer
+from ftcomm.launch.coordinator.embedded import EmbeddedCoordinator
 from ftcomm.launch.coordinator_events import CoordinatorEvents
 from ftcomm.launch.dashboard_process import DashboardProcess
 from ftcomm.launch.diagnose import Diagnosis, StallDiagnosis, stands_still
 from ftcomm.launch.dumper import DELAY, Dumper, cause_of
-from ftcomm.launch.embedded_coordinator import EmbeddedCoordinator
 from ftcomm.launch.event_text import describe
 from ftcomm.launch.hosts import HUB, HostNetwork
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_messages import LAUNCHER, RankFailed
 from ftcomm.launch.monitor import MonitorLoop
-from ftcomm.launch.node_place import NO_NAME
 from ftcomm.launch.options import RunOptions
-from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.places import PlaceInJob, Places
 from ftcomm.launch.policy import State, signal_name
 from ftcomm.launch.removed_replicas import RemovedReplicas, Timers
 from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
-from ftcomm.launch.replicas_elsewhere import ReplicasElsewhere
 from ftcomm.launch.report import Reporter
 from ftcomm.launch.rundir import VIEWS, RunDir
+from ftcomm.launch.several_hosts.messages import LAUNCHER, RankFailed
+from ftcomm.launch.several_hosts.node_place import NO_NAME
+from ftcomm.launch.several_hosts.other_hosts import OtherHosts
+from ftcomm.launch.several_hosts.replicas_elsewhere import ReplicasElsewhere
 from ftcomm.launch.shutdown import SAME, Shutdown
 from ftcomm.launch.supervisor import Supervisor
-from ftcomm.launch.torch_store import TorchStore
+from ftcomm.launch.torchrun.store import TorchStore
 from ftcomm.monitoring.evidence import KernelKills, without
 from ftcomm.monitoring.history import HistoryWriter
 from ftcomm.monitoring.job import JobMonitor, Overview

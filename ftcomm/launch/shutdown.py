@@ -6,16 +6,16 @@ import asyncio
 import signal
 
 from ftcomm.launch import policy
-from ftcomm.launch.embedded_coordinator import EmbeddedCoordinator
+from ftcomm.launch.coordinator.embedded import EmbeddedCoordinator
 from ftcomm.launch.event_text import replicas
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_messages import JobIsLost
-from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.places import Places
 from ftcomm.launch.policy import State
 from ftcomm.launch.removed_replicas import RemovedReplicas, Timers
 from ftcomm.launch.replica_processes import ReplicaProcesses
 from ftcomm.launch.report import Reporter
+from ftcomm.launch.several_hosts.messages import JobIsLost
+from ftcomm.launch.several_hosts.other_hosts import OtherHosts
 
 SAME = 2.0  # s in which a second signal is the same one: timeout(1) and some batch systems signal a child and its group
 

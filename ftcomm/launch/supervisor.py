@@ -11,11 +11,11 @@ from typing import Any
 from ftcomm.errors import FtcommError, InitError
 from ftcomm.launch.event_text import replicas
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.places import Places
 from ftcomm.launch.policy import GiveUp, Restart, Restarts, State, after_death, how_it_ended
 from ftcomm.launch.replica_processes import ReplicaProcesses
 from ftcomm.launch.report import Reporter
+from ftcomm.launch.several_hosts.other_hosts import OtherHosts
 from ftcomm.launch.shutdown import Shutdown
 
 CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}  # that a process causes itself

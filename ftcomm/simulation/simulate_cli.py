@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ftcomm.control.limits import MEMBERS
 from ftcomm.errors import SettingsError
-from ftcomm.launch.option_types import Parsed, choices
+from ftcomm.launch.commands.option_types import Parsed, choices
 from ftcomm.simulation.history import History, run
 from ftcomm.simulation.scenario import KINDS
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ftcomm.errors import InitError, SettingsError
-from ftcomm.launch.store_contents import LIFE
+from ftcomm.launch.torchrun.store_contents import LIFE
 from ftcomm.process import ending
 from ftcomm.settings import MAX_LABEL, Settings, own, split_endpoint
 from ftcomm.settings.launchers import numbered
@@ -169,7 +169,7 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     with contextlib.ExitStack() as meanwhile:
         token = os.environ.get("FTCOMM_TOKEN", "")
         if rank == 0:
-            from ftcomm.launch.sidecar import start
+            from ftcomm.launch.coordinator.sidecar import start
 
             place = _BY_ENVIRONMENT
             if not token:

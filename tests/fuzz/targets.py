@@ -37,11 +37,11 @@ from ftcomm.control.views import Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, InitError, TransportError
 from ftcomm.kernels.epochs import COUNTER, EPOCHS
 from ftcomm.lab.netns.relay import Change, LinkConditions, PortConditions, Relay
-from ftcomm.launch import launcher_messages as launcher
 from ftcomm.launch.admin import protocol as admin
-from ftcomm.launch.launcher_messages import decode_launcher_message
 from ftcomm.launch.output import LineSplitter
 from ftcomm.launch.policy import State
+from ftcomm.launch.several_hosts import messages as launcher
+from ftcomm.launch.several_hosts.messages import decode_launcher_message
 from ftcomm.membership import derived
 from ftcomm.membership.derived import Left
 from ftcomm.membership.static import DataEnded, LastMessage, MemberFailed, MemberHello, MemberLeft

@@ -19,8 +19,9 @@ from click.testing import CliRunner
 
 from ftcomm.cli import commands
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch import Launcher, RunOptions, rolling_restart, run
+from ftcomm.launch import Launcher, RunOptions, run
 from ftcomm.launch.admin import client, protocol
+from ftcomm.launch.commands import rolling_restart
 from ftcomm.launch.policy import State
 from ftcomm.launch.rundir import short
 from tests.deadlines import DEADLINE

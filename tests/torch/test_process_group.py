@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ftcomm.errors import SettingsError
-from ftcomm.launch import sidecar
+from ftcomm.launch.coordinator import sidecar
 from ftcomm.torch.rendezvous import join_by_store
 
 from ..process.job import Job, only_on_host

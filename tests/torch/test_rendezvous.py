@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import _env_rendezvous_handler
 
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError
-from ftcomm.launch import sidecar
+from ftcomm.launch.coordinator import sidecar
 from ftcomm.settings.launchers import NUMBERINGS
 from ftcomm.torch import rendezvous, secret
 from ftcomm.torch.create import _beneath, _warn_if_short, create

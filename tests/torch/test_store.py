@@ -72,7 +72,7 @@ def answers(store: dist.Store) -> dict[str, object]:
 
 SERVER = """
 import asyncio, sys
-from ftcomm.launch.torch_store import TorchStore
+from ftcomm.launch.torchrun.store import TorchStore
 
 async def main():
     store = TorchStore("127.0.0.1", print)

@@ -21,7 +21,7 @@ from ftcomm.bench.job import Records, rank_arguments, tail, written_task
 from ftcomm.bench.rank import main as rank_main
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
-from ftcomm.launch.option_types import choices
+from ftcomm.launch.commands.option_types import choices
 
 BENCH = Path(cli.__file__).parent
 

@@ -26,9 +26,9 @@ from ftcomm.lab.chaos.plan import COORDINATOR, KINDS, LOCAL, REMOVES_NOBODY, Fau
 from ftcomm.lab.chaos.record import FaultLedger
 from ftcomm.lab.chaos.report import as_dict, percentile, rows, show, write
 from ftcomm.lab.chaos.run import ChaosOptions, ChaosOutcome, possible
-from ftcomm.launch import confirmation
 from ftcomm.launch.admin import protocol
-from ftcomm.launch.confirmation import confirm
+from ftcomm.launch.commands import confirmation
+from ftcomm.launch.commands.confirmation import confirm
 
 # -- the plan --------------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from ftcomm.errors import FtcommError
 from ftcomm.launch import output, policy
 from ftcomm.launch.admin.client import AdminClient, JobEnded
-from ftcomm.launch.coordinator import CoordinatorOptions
+from ftcomm.launch.coordinator.command import CoordinatorOptions
 from ftcomm.launch.event_text import describe, replicas
-from ftcomm.launch.node_place import NodePlace
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import HELD, Console, LineSplitter, LogFile, prefix
 from ftcomm.launch.policy import (
@@ -37,6 +36,7 @@ from ftcomm.launch.policy import (
 from ftcomm.launch.removed_replicas import Timers
 from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
 from ftcomm.launch.run import Launcher
+from ftcomm.launch.several_hosts.node_place import NodePlace
 
 RUNNING, WAITING, FINISHED, FAILED = State.RUNNING, State.WAITING, State.FINISHED, State.FAILED
 

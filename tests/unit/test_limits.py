@@ -25,7 +25,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import Address, Addresses
 from ftcomm.errors import ArgumentError, SettingsError, TransportError
-from ftcomm.launch.coordinator import CoordinatorOptions
+from ftcomm.launch.coordinator.command import CoordinatorOptions
 from ftcomm.launch.options import RunOptions
 from ftcomm.process import descriptors
 from ftcomm.settings import Settings

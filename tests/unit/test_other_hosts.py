@@ -15,7 +15,10 @@ from ftcomm.control.handshake import Credentials
 from ftcomm.control.messages import encode
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_messages import (
+from ftcomm.launch.options import RunOptions
+from ftcomm.launch.policy import State
+from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses
+from ftcomm.launch.several_hosts.messages import (
     LAUNCHER,
     CoordinatorSaid,
     Heard,
@@ -23,11 +26,8 @@ from ftcomm.launch.launcher_messages import (
     ReplicaIs,
     decode_launcher_message,
 )
-from ftcomm.launch.node_place import NodePlace
-from ftcomm.launch.options import RunOptions
-from ftcomm.launch.other_hosts import OtherHosts
-from ftcomm.launch.policy import State
-from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses
+from ftcomm.launch.several_hosts.node_place import NodePlace
+from ftcomm.launch.several_hosts.other_hosts import OtherHosts
 from ftcomm.launch.supervisor import Supervisor
 from tests.ports import free_port
 

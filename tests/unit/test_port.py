@@ -11,7 +11,7 @@ import pytest
 
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.port import Port
-from ftcomm.launch.embedded_coordinator import EmbeddedCoordinator
+from ftcomm.launch.coordinator.embedded import EmbeddedCoordinator
 from ftcomm.launch.options import RunOptions
 
 

@@ -7,10 +7,10 @@ import math
 
 from ftcomm.control.handshake import Credentials, HungUp
 from ftcomm.control.links import Ended
-from ftcomm.launch.launcher_link import LauncherLink
-from ftcomm.launch.launcher_messages import TurnedAway
-from ftcomm.launch.node_place import NodePlace
-from ftcomm.launch.refusals import Refusals
+from ftcomm.launch.several_hosts.link import LauncherLink
+from ftcomm.launch.several_hosts.messages import TurnedAway
+from ftcomm.launch.several_hosts.node_place import NodePlace
+from ftcomm.launch.several_hosts.refusals import Refusals
 from tests.ports import free_port
 
 REFUSED = ConnectionRefusedError(111, "Connection refused")

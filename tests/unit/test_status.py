@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from ftcomm.launch.admin.protocol import ReplicaStatus, Status
-from ftcomm.launch.commands import show
+from ftcomm.launch.commands.job import show
 
 
 def shown(*replicas: ReplicaStatus) -> list[list[str]]:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from ftcomm.control import dropped
-from ftcomm.launch import store_contents, torch_store
-from ftcomm.launch.store_contents import MAGIC, QUERIES, Parser, QueryError, StoreContents
-from ftcomm.launch.torch_store import TorchStore
+from ftcomm.launch.torchrun import store as torch_store
+from ftcomm.launch.torchrun import store_contents
+from ftcomm.launch.torchrun.store import TorchStore
+from ftcomm.launch.torchrun.store_contents import MAGIC, QUERIES, Parser, QueryError, StoreContents
 
 pytestmark = pytest.mark.protocol
 

@@ -12,8 +12,9 @@ import pytest
 
 from ftcomm import cli
 from ftcomm.errors import SettingsError
-from ftcomm.launch import RunOptions, run, torchrun_options
-from ftcomm.launch.node_place import NodePlace
+from ftcomm.launch import RunOptions, run
+from ftcomm.launch.several_hosts.node_place import NodePlace
+from ftcomm.launch.torchrun.options import count
 
 pytestmark = pytest.mark.protocol
 
@@ -124,9 +125,9 @@ def test_what_cannot_be(asked: Any, monkeypatch: pytest.MonkeyPatch, line: str, 
 def test_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,GPU-8932f937")
-    assert [torchrun_options.count(text) for text in ("gpu", "auto", "cpu", "2")] == [3, 3, cores, 2]
+    assert [count(text) for text in ("gpu", "auto", "cpu", "2")] == [3, 3, cores, 2]
     for none in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
-        assert torchrun_options.count("auto") == cores
+        assert count("auto") == cores
         with pytest.raises(SettingsError, match="gpu on a host with GPUs"):
-            torchrun_options.count("gpu")
+            count("gpu")

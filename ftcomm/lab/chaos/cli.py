@@ -16,8 +16,8 @@ from ftcomm.lab.chaos import report
 from ftcomm.lab.chaos.plan import KINDS, LOCAL, TOLD
 from ftcomm.lab.chaos.run import Chaos, ChaosOptions, ChaosOutcome
 from ftcomm.launch.admin.client import AdminClient, find
-from ftcomm.launch.confirmation import confirm, yes_option
-from ftcomm.launch.option_types import Parsed, choices
+from ftcomm.launch.commands.confirmation import confirm, yes_option
+from ftcomm.launch.commands.option_types import Parsed, choices
 
 PLAIN_WIDTH = 140  # columns of a report that goes into a file
 UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -1,7 +1,7 @@
 """A coordinator for a program that torchrun or mp.spawn has started. It is a process of its own, so that the job
 outlives rank 0. It ends with the job, or when no rank has been connected for a while.
 
-    python -m ftcomm.launch.sidecar REPLICAS RANKS_PER_REPLICA HOST     # and FTCOMM_TOKEN, FTCOMM_JOB
+    python -m ftcomm.launch.coordinator.sidecar REPLICAS RANKS_PER_REPLICA HOST     # and FTCOMM_TOKEN, FTCOMM_JOB
 
 It does not import torch.
 """
@@ -26,7 +26,7 @@ ALONE = 30.0  # s without a connection, after which it ends; the first one comes
 def start(replicas: int, ranks_per_replica: int, token: str, job: str, host: str) -> str:
     """Start a sidecar; returns its endpoint. Blocks until it listens. Raises `InitError`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "ftcomm.launch.sidecar", str(replicas), str(ranks_per_replica), host],
+        [sys.executable, "-m", "ftcomm.launch.coordinator.sidecar", str(replicas), str(ranks_per_replica), host],
         env={**os.environ, "FTCOMM_TOKEN": token, "FTCOMM_JOB": job},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

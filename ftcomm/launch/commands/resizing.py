@@ -8,9 +8,9 @@ from collections.abc import Callable
 from ftcomm.errors import FtcommError
 from ftcomm.launch.admin import protocol
 from ftcomm.launch.admin.client import AdminClient
+from ftcomm.launch.commands.rolling_restart import LOOK
 from ftcomm.launch.event_text import replicas
 from ftcomm.launch.policy import State
-from ftcomm.launch.rolling_restart import LOOK
 
 _OVER = frozenset(state.value for state in State if state.over)
 

@@ -15,7 +15,7 @@ from typing import Any
 from ftcomm.control.connection_limit import ConnectionLimit
 from ftcomm.control.dropped import Lines
 from ftcomm.errors import InitError
-from ftcomm.launch.store_contents import LIFE_PREFIX, MOST, Parser, QueryError, StoreContents, shown
+from ftcomm.launch.torchrun.store_contents import LIFE_PREFIX, MOST, Parser, QueryError, StoreContents, shown
 
 SLOW = 10.0  # s after which somebody who waits for a key is told of
 DEADLINE = 60.0  # s in which a query has to come to its end

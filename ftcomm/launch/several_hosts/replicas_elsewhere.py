@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from ftcomm.control.messages import Event
 from ftcomm.launch.coordinator_events import CoordinatorEvents
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_messages import CoordinatorSaid, Heard, ReplicaIs
 from ftcomm.launch.removed_replicas import RemovedReplicas
 from ftcomm.launch.replica_processes import ReplicaProcesses
+from ftcomm.launch.several_hosts.messages import CoordinatorSaid, Heard, ReplicaIs
 from ftcomm.launch.shutdown import Shutdown
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ftcomm.control import handshake
 from ftcomm.control.links import Link
 from ftcomm.control.messages import Message
-from ftcomm.launch.launcher_messages import (
+from ftcomm.launch.several_hosts.messages import (
     LAUNCHER,
     BeginJob,
     JobIsLost,
@@ -16,8 +16,8 @@ from ftcomm.launch.launcher_messages import (
     TurnedAway,
     decode_launcher_message,
 )
-from ftcomm.launch.node_place import NodePlace
-from ftcomm.launch.refusals import Refusals
+from ftcomm.launch.several_hosts.node_place import NodePlace
+from ftcomm.launch.several_hosts.refusals import Refusals
 
 
 class LauncherLink:

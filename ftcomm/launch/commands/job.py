@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ftcomm.launch import resizing, rolling_restart
 from ftcomm.launch.admin import protocol
 from ftcomm.launch.admin.client import AdminClient, JobEnded, find, running
-from ftcomm.launch.confirmation import confirm, yes_option
+from ftcomm.launch.commands import resizing, rolling_restart
+from ftcomm.launch.commands.confirmation import confirm, yes_option
 from ftcomm.launch.event_text import replicas as named
 from ftcomm.monitoring.rank_waits import RecordedWaits
 from ftcomm.recorder.files import FOLDER

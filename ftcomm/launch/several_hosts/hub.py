@@ -9,7 +9,7 @@ from ftcomm.control import handshake, wire
 from ftcomm.control.links import serve_messages
 from ftcomm.control.messages import Message, encode
 from ftcomm.control.sealed import Channel
-from ftcomm.launch.launcher_messages import (
+from ftcomm.launch.several_hosts.messages import (
     BeginJob,
     CoordinatorSaid,
     LauncherMessage,

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ftcomm.errors import SettingsError
-from ftcomm.launch.node_place import PORT, NodePlace
+from ftcomm.launch.several_hosts.node_place import PORT, NodePlace
 from ftcomm.settings.launchers import numbered
 
 # Without effect: what `ftcomm run` does in any case, or has no choice of.

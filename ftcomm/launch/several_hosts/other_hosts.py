@@ -13,9 +13,11 @@ from ftcomm.control.handshake import Credentials
 from ftcomm.control.messages import Event
 from ftcomm.control.server import Serve
 from ftcomm.errors import InitError
-from ftcomm.launch.launcher_hub import LauncherHub
-from ftcomm.launch.launcher_link import LauncherLink
-from ftcomm.launch.launcher_messages import (
+from ftcomm.launch.options import RunOptions
+from ftcomm.launch.policy import CHECKPOINT
+from ftcomm.launch.several_hosts.hub import LauncherHub
+from ftcomm.launch.several_hosts.link import LauncherLink
+from ftcomm.launch.several_hosts.messages import (
     LAUNCHER,
     CoordinatorSaid,
     Heard,
@@ -25,10 +27,8 @@ from ftcomm.launch.launcher_messages import (
     ReplicaIs,
     WhatWasHeard,
 )
-from ftcomm.launch.node_place import NodePlace
-from ftcomm.launch.options import RunOptions
-from ftcomm.launch.policy import CHECKPOINT
-from ftcomm.launch.refusals import Refusals
+from ftcomm.launch.several_hosts.node_place import NodePlace
+from ftcomm.launch.several_hosts.refusals import Refusals
 from ftcomm.settings import own
 from ftcomm.transport.address import look_up, own_address
 

@@ -18,12 +18,12 @@ from ftcomm.control.server import CoordinatorServer, ServerError
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError, TransportError
-from ftcomm.launch.coordinator_admin import CoordinatorAdmin
+from ftcomm.launch.coordinator.admin import CoordinatorAdmin
 from ftcomm.launch.dashboard_process import DashboardProcess
 from ftcomm.launch.event_text import describe
 from ftcomm.launch.listen import Listen
 from ftcomm.launch.options import MAKE_TOKEN, TIMEOUT_OPTIONS
-from ftcomm.launch.torch_store import TorchStore
+from ftcomm.launch.torchrun.store import TorchStore
 from ftcomm.monitoring.history import HistoryWriter
 from ftcomm.process.descriptors import room_for
 from ftcomm.settings import chain
