@@ -25,12 +25,12 @@ from ftcomm.bench.collective import CollectiveRow, CollectiveTask, Contestant, m
 from ftcomm.bench.harness import INTS, SIZES, BenchReport, Column, Experiment, Table, option
 from ftcomm.bench.recorder_share import RecorderShare, recorder_share
 from ftcomm.bench.stats import median
-from ftcomm.calls import Work
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import Pipeline
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.errors import FtcommError
-from ftcomm.group import Group
+from ftcomm.groups.calls import Work
+from ftcomm.groups.group import Group
 from ftcomm.recorder.recorder import GroupRecorder, RecordedCall
 
 LEVELS = ("off", "stability", "detection", "ftcomm", "verify")

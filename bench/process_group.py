@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, option
 from ftcomm.bench.stats import median
 from ftcomm.bench.train import CONTEXT
-from ftcomm.calls import Span
 from ftcomm.demo.model import Transformer
 from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.groups.calls import Span
 from ftcomm.torch.process_group import FtProcessGroup
 
 MOST_PCT = 1.0  # of a step

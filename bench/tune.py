@@ -29,7 +29,7 @@ from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median
 from ftcomm.collective.exchange import Exchange
 from ftcomm.errors import SettingsError
-from ftcomm.group import Group
+from ftcomm.groups.group import Group
 from ftcomm.lab.netns.hosts import NamespaceHosts
 from ftcomm.lab.netns.slow_network import settle
 from ftcomm.launch.commands.option_types import choices

@@ -33,6 +33,7 @@ from ftcomm.bench.job import Job, OnProgress, Records, part, run_ranks
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import busbw_factor, median
 from ftcomm.errors import SettingsError
+from ftcomm.groups.static_group import StaticGroup
 from ftcomm.lab.netns.hosts import NamespaceHosts, parse_delay, parse_rate
 from ftcomm.lab.netns.network import CABLE
 from ftcomm.lab.netns.relay import Counts
@@ -40,7 +41,6 @@ from ftcomm.lab.netns.slow_network import SlowNetwork, settle
 from ftcomm.launch.commands.option_types import Parsed
 from ftcomm.settings import ALGORITHMS, check_data
 from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS
-from ftcomm.static.group import StaticGroup
 
 DIRECT, TWO_LEVELS = "direct", "two levels"
 PROTECTED = ("mac", "aes-gcm")  # what FTCOMM_DATA says besides "none"

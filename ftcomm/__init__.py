@@ -17,7 +17,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftcomm.calls import Span, Work
     from ftcomm.errors import (
         ArgumentError,
         CollectiveTimeout,
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
         TooLateError,
         TransportError,
     )
-    from ftcomm.group import (
+    from ftcomm.groups.calls import Span, Work
+    from ftcomm.groups.group import (
         Group,
         allgather,
         allreduce,
@@ -64,13 +64,13 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
 __version__ = "0.2.0"
 
 _HOME = {
-    **dict.fromkeys(("Span", "Work"), "ftcomm.calls"),
-    **dict.fromkeys(("Group", "default_group", "init", "report", "shutdown", "verify"), "ftcomm.group"),
+    **dict.fromkeys(("Span", "Work"), "ftcomm.groups.calls"),
+    **dict.fromkeys(("Group", "default_group", "init", "report", "shutdown", "verify"), "ftcomm.groups.group"),
     **dict.fromkeys(
         ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier"),
-        "ftcomm.group",
+        "ftcomm.groups.group",
     ),
-    **dict.fromkeys(("send", "recv"), "ftcomm.group"),
+    **dict.fromkeys(("send", "recv"), "ftcomm.groups.group"),
     **dict.fromkeys(("steps",), "ftcomm.training.steps"),
     **dict.fromkeys(
         (

@@ -30,7 +30,7 @@ from ftcomm.kernels.dtypes import OPS
 from ftcomm.process import pending
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 _failed: Exception | None = None  # what a call has failed with, which JAX tells as text
 
@@ -77,7 +77,7 @@ def allreduce(tree: Any, op: str = "sum", *, group: Group | None = None) -> Any:
 
 def _reduce(arrays: tuple[Any, ...], op: str, group: Group | None) -> list[Any]:
     if group is None:
-        from ftcomm.group import default_group
+        from ftcomm.groups.group import default_group
 
         group = default_group()
     works = [group.allreduce(np.array(each, order="C"), op, async_op=True) for each in arrays]

@@ -20,10 +20,10 @@ from typing import Any
 import click
 import numpy as np
 
-from ftcomm.calls import Calls
 from ftcomm.collective.operation import stamp_of
 from ftcomm.engines.host_calls import HostCalls
-from ftcomm.group import Group
+from ftcomm.groups.calls import Calls
+from ftcomm.groups.group import Group
 from ftcomm.transport.segment import NEAR
 from tests.exchange_rig import mirrored
 

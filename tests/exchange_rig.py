@@ -16,10 +16,10 @@ from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.plan import GroupView, rows, shared_hosts
 from ftcomm.collective.watchdog import Stall
-from ftcomm.communicator import Communicator, Terms
-from ftcomm.data_plane import LocalDataPlane
 from ftcomm.engines.base import Events
 from ftcomm.engines.host_calls import HostCalls
+from ftcomm.groups.communicator import Communicator, Terms
+from ftcomm.groups.data_plane import LocalDataPlane
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.recorder.layout import ALL, GroupKind
 from ftcomm.recorder.recorder import GroupRecorder

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import click
 import numpy as np
 
-from ftcomm.static.endpoint import Endpoint
-from ftcomm.static.group import StaticGroup
+from ftcomm.groups.static_endpoint import Endpoint
+from ftcomm.groups.static_group import StaticGroup
 from ftcomm.transport.segment import Segment
 
 TIMEOUT = 120.0  # s for anything that a member does

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.calls import Calls
 from ftcomm.control.sealed import Connection
-from ftcomm.static.endpoint import Endpoint
-from ftcomm.static.group import StaticGroup
+from ftcomm.groups.calls import Calls
+from ftcomm.groups.static_endpoint import Endpoint
+from ftcomm.groups.static_group import StaticGroup
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.tcp import mirror, writer
 from tests.exchange_rig import DEADLINE, Caller

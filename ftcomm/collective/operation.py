@@ -46,7 +46,7 @@ class Operation:
 
     number = -1  # counts the ops of the group; given at submission
     # Compared between members beside the call, in the upper bits of the word of the number: see `stamp_of`. The lag
-    # makes a training step of it for the error, see `ftcomm.internals`.
+    # makes a training step of it for the error, see `ftcomm.groups.group_internals`.
     stamp = UNKNOWN
     lag = 0
     place = 0  # both of them in one word; given at submission

@@ -27,7 +27,7 @@ from ftcomm.torch import replicas
 from ftcomm.torch.own_world import own_world, usual_backend
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
     from ftcomm.training import StepLoop
 
 log = logging.getLogger("ftcomm")

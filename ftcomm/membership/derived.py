@@ -21,7 +21,7 @@ others need nothing more from it; ops that it has not taken cannot be completed.
 To make the group is the same again: a first view, in which no op was called. So a loss while a group is being made is a
 loss like others, and a replica that comes back makes it as in its first life, and goes on in its numbering.
 
-A thread drives this in `ftcomm.subgroup_internals`, virtual time in `ftcomm.simulation.subgroup`.
+A thread drives this in `ftcomm.groups.subgroup_internals`, virtual time in `ftcomm.simulation.subgroup`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ cannot answer is waited for as long as an op may take.
 The lost one may have returned an op, and one that has told some of that may be lost next; there is no coordinator to
 say what the others do. So after such an end the members compare how far they have come (docs/limits.md, *Groups*).
 
-`ftcomm.static.internals` drives it in the product, `ftcomm.simulation.static` in virtual time.
+`ftcomm.groups.static_internals` drives it in the product, `ftcomm.simulation.static` in virtual time.
 """
 
 from __future__ import annotations

@@ -424,7 +424,7 @@ class Live:
         return f"is told what {getattr(message, 'replica', '?')} holds"
 
     def enter(self) -> str:
-        """Carry out an `EnterView`, as `ftcomm.data_plane` and `Exchange.enter` do."""
+        """Carry out an `EnterView`, as `ftcomm.groups.data_plane` and `Exchange.enter` do."""
         if self.pending is None:
             return ""
         (view, progress), self.pending = self.pending, None

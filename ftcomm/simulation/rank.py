@@ -413,8 +413,7 @@ class SimulatedRank(Process):
         self.do(self.node.quiesced(view.epoch, progress, self.exchange.exchange.member.watch.awaited))
 
     def _reach(self, view: View, progress: dict[int, m.Progress]) -> None:
-        """Reach one member after the other, as `ftcomm.data_plane.LocalDataPlane.reach` does; tell a failure, and try
-        again."""
+        """Reach one member after the other, as `LocalDataPlane.reach` does; tell a failure, and try again."""
         if not self.node.wants(view) or self.gone:
             return
         self._cache.expect(view.epoch, view.replicas)
@@ -493,7 +492,7 @@ class SimulatedRank(Process):
         self.do(self.node.stalled(*stall))
 
     def stalled_in_group(self, stall: Stall) -> None:
-        """Report a stall as `ftcomm.group.Group` does: a rank has one at a time."""
+        """Report a stall as `ftcomm.groups.group.Group` does: a rank has one at a time."""
         member = self.exchange.exchange.member
         if member.frozen or member.watch.waiting(0) is None:
             self._stalled(stall)

@@ -16,11 +16,11 @@ from ftcomm.collective.operation import Operation
 from ftcomm.control import messages as m
 from ftcomm.control.views import View
 from ftcomm.errors import MismatchError
+from ftcomm.groups.subgroup_internals import PARTING
 from ftcomm.simulation.memory import CHUNK
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import BrokenPromise, input_of
 from ftcomm.simulation.rank import RankEnded, SimulatedRank
-from ftcomm.subgroup_internals import PARTING
 from ftcomm.training.block_scheduler import BlockScheduler, Snapshots, sources_of
 from ftcomm.training.joiner import REPLAY_LEAST
 
@@ -185,7 +185,7 @@ class Script:
             yield from self.rank.close_static(name)
 
     def _groups_enter(self, view: View) -> Generator[str, None, None]:
-        """Wait until all groups run in that view, as `ftcomm.subgroup_internals.SubgroupInternals.follow` does."""
+        """Wait until all groups run in that view, as `SubgroupInternals.follow` does."""
         for name, group in self.rank.groups.items():
             if group.membership.epoch:
                 yield from self._enter_group(name, view.epoch)

@@ -1,4 +1,4 @@
-"""A static group at a simulated rank: `ftcomm.membership.static`, driven as `ftcomm.static` drives it.
+"""A static group at a simulated rank: `ftcomm.membership.static`, driven as `ftcomm.groups.static_internals` drives it.
 
 A link is a simulated connection, over which the members say what they say in the product; memory is read directly
 within a host, and by mirrors between hosts.
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
-from ftcomm.communicator import END_NOTICED
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.messages import Progress
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
+from ftcomm.groups.communicator import END_NOTICED
+from ftcomm.groups.static_pairs import LOOK
 from ftcomm.membership.static import (
     DOUBT,
     EPOCH,
@@ -36,7 +37,6 @@ from ftcomm.simulation.mirror import Mirror, NoConnection
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import ELEMENTS, input_of
 from ftcomm.simulation.subgroup import DATA, AcceptedEnd
-from ftcomm.static.pairs import LOOK
 from ftcomm.transport.peer_cache import PeerCache
 from ftcomm.transport.router import LINK, GroupConnection
 
@@ -148,7 +148,7 @@ class SimulatedStaticGroup:
         return None if stall is None else WaitsFor(stall.op, self.membership.replicas_of(stall.waiting_on))
 
     def take(self, call: GroupConnection) -> bool:
-        """Does what `ftcomm.static.internals.StaticGroupInternals.take` does."""
+        """Does what `ftcomm.groups.static_internals.StaticGroupInternals.take` does."""
         connection = call.sock.connection  # type: ignore[attr-defined]
         if call.member not in self.membership.roster:
             call.sock.close()

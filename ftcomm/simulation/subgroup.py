@@ -1,4 +1,4 @@
-"""A group of some replicas at a simulated rank: `ftcomm.membership.derived`, driven as `ftcomm.subgroup` drives it."""
+"""A subgroup at a simulated rank: `ftcomm.membership.derived`, driven as `SubgroupInternals` drives it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class SimulatedSubgroup:
         self._do(self.membership.job_entered(view))
 
     def take(self, call: GroupConnection) -> bool:
-        """Does what `ftcomm.communicator.Communicator.take` does."""
+        """Does what `ftcomm.groups.communicator.Communicator.take` does."""
         if call.what in (ASK, ENTERED):
             if not self.membership.accepts(call):
                 return False

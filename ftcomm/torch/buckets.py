@@ -28,8 +28,8 @@ from torch import nn
 from ftcomm.errors import ArgumentError, FtcommError
 
 if TYPE_CHECKING:
-    from ftcomm.calls import Work
-    from ftcomm.group import Group
+    from ftcomm.groups.calls import Work
+    from ftcomm.groups.group import Group
 
 BUCKET_BYTES = 4 << 20
 
@@ -90,7 +90,7 @@ class GradientBuckets:
         compression: str | None = None,
     ) -> None:
         if group is None:
-            from ftcomm.group import default_group
+            from ftcomm.groups.group import default_group
 
             group = default_group()
         if bucket_bytes < 1:

@@ -33,7 +33,7 @@ from ftcomm.torch.process_group import FtProcessGroup
 from ftcomm.training.intra_replica import IntraReplicaExchange
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 log = logging.getLogger("ftcomm")
 

@@ -1,4 +1,4 @@
-"""`dist.ProcessGroup` over groups of ftcomm: its members, its calls in terms of `ftcomm.calls.Calls`, and when it ends.
+"""`dist.ProcessGroup` over groups of ftcomm: its members, its calls as calls of a group, and when it ends.
 
 It derives from ProcessGroup and not from Backend, because only the former can change its size: every call asks the
 group beneath for rank and size, which change at step boundaries with its roster.

@@ -17,8 +17,8 @@ from datetime import timedelta
 from typing import Any
 
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError
-from ftcomm.static.endpoint import Endpoint, parse
-from ftcomm.static.group import StaticGroup
+from ftcomm.groups.static_endpoint import Endpoint, parse
+from ftcomm.groups.static_group import StaticGroup
 from ftcomm.torch.process_group import FtProcessGroup
 from ftcomm.torch.replicas import FinishedWork
 from ftcomm.torch.work import FtWork

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ftcomm.errors import FtcommError, LostError, MismatchError
-from ftcomm.internals import Internals
+from ftcomm.groups.group_internals import Internals
 
 
 class FinishedWork:

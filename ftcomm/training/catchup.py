@@ -53,7 +53,7 @@ from ftcomm.training.state import SAME_SCRIPT, FlatState, Stateful, allocate, fi
 from ftcomm.training.throttle import Throttle
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 log = logging.getLogger("ftcomm")
 

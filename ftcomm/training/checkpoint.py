@@ -45,7 +45,7 @@ from ftcomm.training.entries import as_entry
 from ftcomm.training.state import SAME_SCRIPT, FlatState, allocate, first_difference, flatten, load, names
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 log = logging.getLogger("ftcomm")
 CLOSE = 600.0  # s that `close` waits for a checkpoint that is still being written
@@ -88,7 +88,7 @@ class Checkpoints:
         group: Group | None = None,
     ) -> None:
         if group is None:
-            from ftcomm.group import default_group
+            from ftcomm.groups.group import default_group
 
             group = default_group()
         if every < 1 or keep < 1:

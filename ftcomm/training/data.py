@@ -27,7 +27,7 @@ from ftcomm.errors import ArgumentError, StateError
 from ftcomm.training.vote import Outcome, Verdict
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class Batches:
         group: Group | None = None,
     ) -> None:
         if group is None:
-            from ftcomm.group import default_group
+            from ftcomm.groups.group import default_group
 
             group = default_group()
         self._group = group

@@ -33,7 +33,7 @@ from ftcomm.recorder.waits import PhaseWait
 from ftcomm.training.rank_tree import place
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 RETRY = 0.05  # seconds
 _HEAD = 32  # bytes of a frame beside its row, at most

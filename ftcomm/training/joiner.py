@@ -18,7 +18,7 @@ from ftcomm.training.unsaved import UnsavedBuffers
 
 if TYPE_CHECKING:
     from ftcomm.control.views import View
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 log = logging.getLogger("ftcomm")
 

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 
 class PreemptionHandler:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 
 class Rng:
@@ -43,7 +43,7 @@ class Rng:
         if self._apart:
             group = self._group
             if group is None:
-                from ftcomm.group import default_group
+                from ftcomm.groups.group import default_group
 
                 group = self._group = default_group()
             who = (group.replica, group.shard if self._part is None else self._part)

@@ -70,7 +70,7 @@ from ftcomm.training.unsaved import UnsavedBuffers
 from ftcomm.training.untrained import ChangeWatch, Sums, sums, untrained
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 log = logging.getLogger("ftcomm")
 

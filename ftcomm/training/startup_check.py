@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ftcomm.collective.checksum import judge, named
-from ftcomm.compare import differing, exchange
 from ftcomm.errors import SettingsError, StateError
+from ftcomm.groups.compare import differing, exchange
 from ftcomm.training.loop_terms import POLICIES, SIZE, LoopTerms, difference
 from ftcomm.training.state import (
     SAME_SCRIPT,
@@ -51,7 +51,7 @@ from ftcomm.training.tensor_sums import WORD, tensor_sums
 
 if TYPE_CHECKING:
     from ftcomm.arrays.flat import Bytes
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
     from ftcomm.training.state import Held
 
 log = logging.getLogger("ftcomm")

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 log = logging.getLogger("ftcomm")
 
@@ -133,7 +133,7 @@ class StepLoop:
         initial_state: str | None = None,
     ) -> None:
         if group is None:
-            from ftcomm.group import default_group
+            from ftcomm.groups.group import default_group
 
             group = default_group()
         self._group = group

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ftcomm.training.step_loop import StepLoop
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 
 def steps(

@@ -24,7 +24,7 @@ from ftcomm.errors import ArgumentError, MismatchError
 from ftcomm.training.intra_replica import IntraReplicaExchange
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group
+    from ftcomm.groups.group import Group
 
 SLOTS = 97  # replicas at least; an odd number that a user's array is unlikely to have
 

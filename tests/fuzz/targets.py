@@ -35,6 +35,8 @@ from ftcomm.control.unstarted import NamedRank, Unstarted
 from ftcomm.control.view_differences import CARRIERS, UntoldError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, InitError, TransportError
+from ftcomm.groups.static_pairs import FRAMES, Pairs
+from ftcomm.groups.subgroup_internals import FRAMES as SUBGROUP_FRAMES
 from ftcomm.kernels.epochs import COUNTER, EPOCHS
 from ftcomm.lab.netns.relay import Change, LinkConditions, PortConditions, Relay
 from ftcomm.launch.admin import protocol as admin
@@ -51,8 +53,6 @@ from ftcomm.p2p.protocol import EAGER, RecvRequest, SendRequest
 from ftcomm.recorder.layout import GroupKind, PhaseKind, Shape
 from ftcomm.recorder.reader import RecordingError, parse
 from ftcomm.recorder.recorder import Owner, Recorder
-from ftcomm.static.pairs import FRAMES, Pairs
-from ftcomm.subgroup_internals import FRAMES as SUBGROUP_FRAMES
 from ftcomm.training import catchup_protocol as protocol
 from ftcomm.training.intra_replica import IntraReplicaExchange
 from ftcomm.training.state import allocate, first_difference, flatten

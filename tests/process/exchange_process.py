@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ftcomm.calls import Calls
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, rows, shared_hosts
@@ -24,6 +23,7 @@ from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
 from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import LostError
+from ftcomm.groups.calls import Calls
 from ftcomm.settings.tuning import BUILT_IN, Tuning
 from ftcomm.transport.base import Belongs, Peer
 from ftcomm.transport.connect import connect

@@ -78,7 +78,7 @@ def _calls(group: ftcomm.Group, pair: Any, started: Any, notes: Notes) -> None:
         "leave": group.leave,
         "report": lambda: ftcomm.report(loss=1.0),
         "wait": started.wait,
-        "init": lambda: ftcomm.group.Group(group.settings),
+        "init": lambda: ftcomm.groups.group.Group(group.settings),
     }.items():
 
         def child(name: str = name, call: Any = call) -> None:

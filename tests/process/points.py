@@ -41,9 +41,9 @@ from typing import Any
 from ftcomm.collective.publisher import Publisher
 from ftcomm.control.agent import Agent
 from ftcomm.control.rank_node import RankNode
-from ftcomm.data_plane import LocalDataPlane
-from ftcomm.group import Group
-from ftcomm.internals import Internals
+from ftcomm.groups.data_plane import LocalDataPlane
+from ftcomm.groups.group import Group
+from ftcomm.groups.group_internals import Internals
 from ftcomm.settings import Settings
 from ftcomm.settings.engines import engine_kind
 from ftcomm.training.catchup import Fetch

@@ -379,7 +379,7 @@ def open_without_variable(first: str, engine: str) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("engine", [name for name, kind in KINDS.items() if kind.interpreted])
 def test_nothing_but_the_engine_decides_that_kernels_are_interpreted(engine: str) -> None:
-    ended = open_without_variable("ftcomm.group", engine)
+    ended = open_without_variable("ftcomm.groups.group", engine)
     assert ended.returncode == 0, ended.stderr
 
 

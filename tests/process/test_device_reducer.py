@@ -39,8 +39,8 @@ def job(folder: Path, replicas: int, body: Any, transport: str = "tcp", **argume
 
 def apart(settings: Settings) -> None:
     """A boot id for every two replicas: those share memory, and reach the others by TCP."""
-    from ftcomm import communicator
     from ftcomm.control.views import Address
+    from ftcomm.groups import communicator
 
     here_is, boot = communicator.here_is, f"boot {settings.replica // 2}"
 

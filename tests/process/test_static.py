@@ -19,8 +19,8 @@ import pytest
 
 import ftcomm
 from ftcomm.errors import LostError
-from ftcomm.static.endpoint import Endpoint
-from ftcomm.static.group import StaticGroup
+from ftcomm.groups.static_endpoint import Endpoint
+from ftcomm.groups.static_group import StaticGroup
 from tests.orphans import end_with_pytest
 from tests.process.job import DEADLINE, Job, Notes, only_on_host
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ftcomm
-from ftcomm.static.group import StaticGroup
+from ftcomm.groups.static_group import StaticGroup
 
 from .bodies import reduce_forever
 from .job import Job, Notes

@@ -12,7 +12,7 @@ import torch
 
 from ftcomm.collective.operation import stamp_of
 from ftcomm.errors import CollectiveTimeout, LostError, MismatchError
-from ftcomm.group import Group
+from ftcomm.groups.group import Group
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.torch.work import FtWork, Futures
 

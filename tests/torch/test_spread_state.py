@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ftcomm.arrays import stage
-from ftcomm.compare import hashes
 from ftcomm.errors import StateError
+from ftcomm.groups.compare import hashes
 from ftcomm.training.replay import Replay
 from ftcomm.training.snapshot import Snapshot
 from ftcomm.training.spill import Limits

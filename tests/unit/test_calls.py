@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.calls import Calls
 from ftcomm.collective.operation import stamp_of
 from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import ArgumentError, LostError, MismatchError
+from ftcomm.groups.calls import Calls
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.transport.segment import CHUNK, slot_payload
 from tests.exchange_rig import DEADLINE, Member, Rig

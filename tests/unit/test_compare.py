@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ftcomm.collective.operation import Operation
-from ftcomm.compare import compare, hashes
 from ftcomm.errors import DivergenceError, FtcommError, MismatchError, StateError
+from ftcomm.groups.compare import compare, hashes
 from tests.exchange_rig import Caller, Rig
 
 

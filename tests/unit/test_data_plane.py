@@ -12,7 +12,7 @@ import pytest
 
 from ftcomm.control import views
 from ftcomm.control.data_plane import Unreachable
-from ftcomm.data_plane import LocalDataPlane
+from ftcomm.groups.data_plane import LocalDataPlane
 from ftcomm.transport import connector
 from ftcomm.transport.base import Peer
 from tests.exchange_rig import DEADLINE, Caller, data_plane

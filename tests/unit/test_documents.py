@@ -179,7 +179,9 @@ def parameters(call: str) -> frozenset[str] | None:
 def test_calls_and_their_arguments_are_there(page: Path) -> None:
     for span in code(page):
         for name in re.findall(r"(?<![.\w])(?:Group|group)\.(\w+)", span):
-            assert hasattr(ftcomm.Group, name) or name in names_in(ROOT / "ftcomm" / "group.py"), f"Group.{name}"
+            assert hasattr(ftcomm.Group, name) or name in names_in(ROOT / "ftcomm" / "groups" / "group.py"), (
+                f"Group.{name}"
+            )
         try:
             parsed = ast.parse(span.strip().removeprefix("work = "))
         except SyntaxError:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.calls import Calls
 from ftcomm.collective import fast_path, publisher
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.fast_path import FastPath
@@ -22,6 +21,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import MismatchError
+from ftcomm.groups.calls import Calls
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import ASLEEP, NEAR, POSTED, TAKEN

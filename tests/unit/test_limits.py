@@ -140,10 +140,10 @@ def test_a_static_group_and_the_leader_of_many_ranks_ask_for_them_first() -> Non
     script = """
 import resource
 from ftcomm.errors import TransportError
-from ftcomm.group import Group
+from ftcomm.groups.group import Group
 from ftcomm.settings import Settings
-from ftcomm.static.endpoint import Endpoint
-from ftcomm.static.group import StaticGroup
+from ftcomm.groups.static_endpoint import Endpoint
+from ftcomm.groups.static_group import StaticGroup
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
 endpoint = Endpoint()
 others = [endpoint.handle.replace(f":{endpoint.port}/", f":{port}/") for port in range(1, 256)]

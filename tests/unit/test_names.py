@@ -44,7 +44,7 @@ OF_MESSAGES = (
     "control",
     "ftcomm/launch",
     "ftcomm/membership",
-    "ftcomm/static",
+    "ftcomm/groups",
     "ftcomm/diagnosis",
     "ftcomm/monitoring",
 )

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ftcomm
-from ftcomm.calls import Calls
 from ftcomm.engines.host_calls import HostCalls
+from ftcomm.groups.calls import Calls
 from ftcomm.kernels.call_codes import KINDS, NUMBER
 from ftcomm.recorder import callers, files, layout
 from ftcomm.recorder.chrome import trace
@@ -355,7 +355,7 @@ def test_the_line_of_a_call_is_that_of_the_script() -> None:
     def called() -> int:
         return callers.find(sys._getframe(), number_of)
 
-    namespace = {"called": called, "__name__": "ftcomm.calls"}
+    namespace = {"called": called, "__name__": "ftcomm.groups.calls"}
     exec("def inside():\n    return called()\n", namespace)
     inside: Any = namespace["inside"]
     assert called() == 1

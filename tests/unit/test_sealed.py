@@ -20,11 +20,11 @@ from ftcomm.control import dropped, sealed, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import RECORD, TAG, BadRecord, Channel, Keys, Mac
+from ftcomm.groups.static_pairs import FRAMES, Pairs
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.membership.derived import Left
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import RecvRequest, SendRequest
-from ftcomm.static.pairs import FRAMES, Pairs
 from ftcomm.training import catchup_protocol
 from ftcomm.transport import secure
 from ftcomm.transport.segment import CHUNK, HEADER, POSTED

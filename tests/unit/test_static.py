@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.communicator import Communicator
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, MismatchError, TransportError
+from ftcomm.groups import static_endpoint as endpoint
+from ftcomm.groups.communicator import Communicator
+from ftcomm.groups.static_endpoint import Endpoint, parse
+from ftcomm.groups.static_group import StaticGroup
+from ftcomm.groups.static_pairs import FRAMES, Pairs
 from ftcomm.membership import static
 from ftcomm.membership.derived import Left
-from ftcomm.static import endpoint
-from ftcomm.static.endpoint import Endpoint, parse
-from ftcomm.static.group import StaticGroup
-from ftcomm.static.pairs import FRAMES, Pairs
 from ftcomm.transport import router
 from tests.exchange_rig import DEADLINE, Caller
 from tests.static_rig import (

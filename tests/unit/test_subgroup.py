@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm import communicator, subgroup, subgroup_internals
 from ftcomm.collective.watchdog import Stall
 from ftcomm.control import handshake
 from ftcomm.control.blame import CHANGE
@@ -24,12 +23,13 @@ from ftcomm.control.sealed import Channel, Connection
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, FtcommError
+from ftcomm.groups import communicator, subgroup, subgroup_internals
+from ftcomm.groups.subgroup import Subgroup
+from ftcomm.groups.subgroup_internals import FRAMES, SubgroupInternals
 from ftcomm.kernels.call_codes import UNKNOWN
 from ftcomm.membership.derived import Left, TellCaller
 from ftcomm.process import joining
 from ftcomm.settings.tuning import BUILT_IN
-from ftcomm.subgroup import Subgroup
-from ftcomm.subgroup_internals import FRAMES, SubgroupInternals
 from ftcomm.transport.router import ASK, ConnectionRouter, Receiver
 from tests.exchange_rig import DEADLINE, socket_pair
 from tests.rank_node_rig import view

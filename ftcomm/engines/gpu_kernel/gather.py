@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def allgather(group: ReducingGroup, device: Device, exchange: DeviceExchange, out: Any, x: Any) -> None:
-    """See `ftcomm.calls.Calls.allgather`. Blocks until all is there. One call at a time in a process."""
+    """See `ftcomm.groups.calls.Calls.allgather`. Blocks until all is there. One call at a time in a process."""
     roster = group.roster
     if device.capturing():
         raise ArgumentError("allgather(copy_engine=True) cannot be captured: the host drives the copy engines")

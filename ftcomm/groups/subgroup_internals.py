@@ -22,7 +22,6 @@ import msgspec
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Deadlines, Stall
-from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import handshake, wire
 from ftcomm.control.actions import EnterView, Freeze
 from ftcomm.control.blame import CHANGE
@@ -36,6 +35,7 @@ from ftcomm.control.views import Address, View
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostEngine
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError, fresh
+from ftcomm.groups.communicator import Communicator, Terms, closed
 from ftcomm.membership.derived import (
     AskMember,
     DerivedAction,
@@ -57,7 +57,7 @@ from ftcomm.transport.router import ASK, ENTERED, P2P, PURPOSE, GroupConnection
 from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
-    from ftcomm.internals import JobMember
+    from ftcomm.groups.group_internals import JobMember
 
 log = logging.getLogger("ftcomm")
 

@@ -2,7 +2,7 @@
 connections.
 
     group        members                     told by                             enters a view
-    Group        the replicas of the job     its views (`ftcomm.data_plane`)         when all in it have told
+    Group        the replicas of the job     its views (`ftcomm.groups.data_plane`)         when all in it have told
     Subgroup     some of them                views derived from those            when all in it have told
     StaticGroup  those that it was made of   themselves, when all have met       once
 

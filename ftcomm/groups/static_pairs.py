@@ -35,9 +35,9 @@ from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.errors import TransportError
+from ftcomm.groups.static_endpoint import DialPurpose
 from ftcomm.membership.static import LastMessage, MemberFailed, MemberHello, Said, StaticMembership
 from ftcomm.process.joining import join
-from ftcomm.static.endpoint import DialPurpose
 from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.router import LINK, PURPOSE, GroupConnection
 

@@ -13,13 +13,11 @@ from _thread import get_ident
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from ftcomm.calls import Calls, made_through
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import stamp_of
 from ftcomm.collective.roster import NONE
 from ftcomm.collective.watchdog import Stall, StallLog
-from ftcomm.communicator import Communicator, Terms
 from ftcomm.control import fork
 from ftcomm.control import messages as m
 from ftcomm.control.agent import ACK, Agent
@@ -28,11 +26,13 @@ from ftcomm.control.rank_errors import Gone, JoinError
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
-from ftcomm.data_plane import LocalDataPlane, removed_error
 from ftcomm.engines.base import Events, JobEngine
 from ftcomm.engines.registry import open_engine
 from ftcomm.errors import CollectiveTimeout, FtcommError, InitError, RemovedError, TooLateError
-from ftcomm.internals import Internals
+from ftcomm.groups.calls import Calls, made_through
+from ftcomm.groups.communicator import Communicator, Terms
+from ftcomm.groups.data_plane import LocalDataPlane, removed_error
+from ftcomm.groups.group_internals import Internals
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.process import callers, ending, pending, stacks
@@ -51,8 +51,8 @@ from ftcomm.transport.router import P2P, PURPOSE, ConnectionRouter
 from ftcomm.transport.segment import MUTEXES, mutex
 
 if TYPE_CHECKING:
-    from ftcomm.subgroup import Subgroup
-    from ftcomm.subgroup_internals import SubgroupInternals
+    from ftcomm.groups.subgroup import Subgroup
+    from ftcomm.groups.subgroup_internals import SubgroupInternals
 
 log = logging.getLogger("ftcomm")
 
@@ -266,7 +266,7 @@ class Group(Calls):
         differ from the majority and the first entries that differ, and `StateError` for what cannot be compared. The
         group goes on in either case.
         """
-        from ftcomm.compare import compare
+        from ftcomm.groups.compare import compare
 
         return compare(state, self)
 
@@ -444,8 +444,8 @@ class Group(Calls):
         each peer that does not share memory; before that, some KB. Raises `ArgumentError`, and `TransportError` after
         FTCOMM_INIT_TIMEOUT; in a step, a member that does not come is removed as a stall before.
         """
-        from ftcomm.subgroup import Subgroup
-        from ftcomm.subgroup_internals import SubgroupInternals
+        from ftcomm.groups.subgroup import Subgroup
+        from ftcomm.groups.subgroup_internals import SubgroupInternals
 
         own_process()
         inside = SubgroupInternals(
@@ -486,7 +486,7 @@ class Group(Calls):
             return
         self._open = False
         if self._subgroups:
-            from ftcomm.subgroup import close_all
+            from ftcomm.groups.subgroup import close_all
 
             close_all(self._subgroups)
         self._p2p.close(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any send"))

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.watchdog import Deadlines, Stall, StallLog
-from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import fork, handshake
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.limits import MEMBERS
@@ -25,6 +24,8 @@ from ftcomm.control.views import View
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostEngine
 from ftcomm.errors import ArgumentError, FtcommError, TransportError, fresh
+from ftcomm.groups.communicator import Communicator, Terms, closed
+from ftcomm.groups.static_pairs import Arrivals, Pairs, PeerInfo, discard, meet
 from ftcomm.membership.static import (
     DOUBT,
     EPOCH,
@@ -42,14 +43,13 @@ from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.process.descriptors import room_for
 from ftcomm.process.own import looked, own_process
 from ftcomm.recorder.layout import GroupKind
-from ftcomm.static.pairs import Arrivals, Pairs, PeerInfo, discard, meet
 from ftcomm.sync.robust_mutex import hold, release
 from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, GroupConnection
 from ftcomm.transport.segment import MUTEXES, Segment, mutex
 
 if TYPE_CHECKING:
     from ftcomm.control.sealed import Channel
-    from ftcomm.internals import JobMember
+    from ftcomm.groups.group_internals import JobMember
 
 log = logging.getLogger("ftcomm")
 

@@ -21,20 +21,20 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftcomm.calls import Calls
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.watchdog import Deadlines
-from ftcomm.communicator import Terms
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import ArgumentError
+from ftcomm.groups.calls import Calls
+from ftcomm.groups.communicator import Terms
+from ftcomm.groups.static_endpoint import Endpoint, parse, shown
+from ftcomm.groups.static_internals import StaticGroupInternals
+from ftcomm.groups.static_pairs import PeerInfo
 from ftcomm.settings import check_data
-from ftcomm.static.endpoint import Endpoint, parse, shown
-from ftcomm.static.internals import StaticGroupInternals
-from ftcomm.static.pairs import PeerInfo
 
 if TYPE_CHECKING:
-    from ftcomm.internals import JobMember
+    from ftcomm.groups.group_internals import JobMember
 
 
 class StaticGroup(Calls):

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ftcomm.calls import Calls
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.control import fork
 from ftcomm.engines.host_calls import HostCalls
+from ftcomm.groups.calls import Calls
+from ftcomm.groups.subgroup_internals import PARTING, SubgroupInternals
 from ftcomm.p2p.calls import JobProgressEngine
-from ftcomm.subgroup_internals import PARTING, SubgroupInternals
 
 
 class Subgroup(Calls):

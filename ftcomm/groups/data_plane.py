@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from ftcomm.collective.placement import order
-from ftcomm.communicator import JobCommunicator
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.data_plane import Unreachable, WaitsFor
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
 from ftcomm.errors import FtcommError, RemovedError, TooLateError, TransportError
+from ftcomm.groups.communicator import JobCommunicator
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.transport.router import P2P, GroupConnection
 from ftcomm.transport.segment import OtherEngine
