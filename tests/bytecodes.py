@@ -25,7 +25,7 @@ from ftcomm.engines.host_calls import HostCalls
 from ftcomm.groups.calls import Calls
 from ftcomm.groups.group import Group
 from ftcomm.transport.segment import NEAR
-from tests.exchange_rig import mirrored
+from tests.rigs.exchange import mirrored
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import sources
+from tests.rigs import sources
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
@@ -62,7 +62,7 @@ _frozen = 0  # modules, and trees of sources, that there were when garbage was l
 
 
 def _freeze() -> None:
-    """Leave out of each collection of garbage what is imported by now, and what `tests.sources` keeps. Looking through
+    """Leave out of each collection of garbage what is imported by now, and what `sources` keeps. Looking through
     it takes most of the time (a second for the trees of all sources, at the end of each rig), and its size makes
     collections rare: rigs, which are cycles and hold segments, took up 20 GB in between."""
     global _frozen
@@ -107,17 +107,17 @@ def _folder(path: Path) -> str:
 def preforked(_fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks of a `Launcher` be forks of a process that has imported torch, and not new interpreters."""
     from ftcomm.launch import process
-    from tests import preforked
+    from tests.rigs import preforked_ranks
 
-    monkeypatch.setattr(process, "subprocess", preforked.subprocess_of_ranks(subprocess))
+    monkeypatch.setattr(process, "subprocess", preforked_ranks.subprocess_of_ranks(subprocess))
 
 
 @pytest.fixture(scope="session")
 def _fork_server() -> None:
     """Wait for what it imports, before a test looks at its clock."""
-    from tests import preforked
+    from tests.rigs import preforked_ranks
 
-    preforked.warm()
+    preforked_ranks.warm()
 
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may lack it

@@ -15,7 +15,7 @@ from multiprocessing import forkserver, resource_tracker
 import execnet.gateway_io
 from execnet.gateway_base import Popen2IO
 
-from tests.preforked import Rank
+from tests.rigs.preforked_ranks import Rank
 
 SHARED = sys.version_info < (3, 14)  # later servers ask who comes for a secret that only who started them has
 

@@ -63,10 +63,10 @@ from ftcomm.transport.nixl import handshake as nixl_hello
 from ftcomm.transport.segment import CHUNK, HEADER, POSTED, REDUCED, SIZE, TAKEN, Memory
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.certificates import Authority
 from tests.fuzz.choices import ADDRESS, KINDS, Choices, fields, value
 from tests.fuzz.machines import GIVEN, Coordinated, Ranked
-from tests.sealed_rig import SECRET, ends, records
+from tests.rigs.certificates import Authority
+from tests.rigs.sealed_pair import SECRET, ends, records
 
 CREDENTIALS = handshake.Credentials("secret")
 DEADLINE = 60.0  # s

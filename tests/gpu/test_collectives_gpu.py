@@ -13,11 +13,11 @@ import torch
 
 from ftcomm.engines.base import CollectiveCall
 from ftcomm.engines.gpu_kernel.collective import CALLS
-from tests import moved
-from tests.coded import coded
 from tests.gpu.ranks import Ranks
-from tests.moved import REDUCING, ROOTED
 from tests.process.test_kills import SEED
+from tests.rigs import results_of_collectives as results
+from tests.rigs.fp8_results import coded
+from tests.rigs.results_of_collectives import REDUCING, ROOTED
 
 from .rig import gpu, inputs, ranks_on_gpu, same_bits, total
 
@@ -29,11 +29,11 @@ class Played:
 
     def __init__(
         self, kind: str, size: int, count: int, dtype: torch.dtype, seed: int, offset: int = 0,
-        counts: moved.Counts = (),
+        counts: results.Counts = (),
     ) -> None:  # fmt: skip
         self.kind, self.size, self.count, self.dtype, self.root = kind, size, count, dtype, size - 1
         self.counts = counts
-        lengths = [moved.lengths(kind, size, count, me, self.root, counts) for me in range(size)]
+        lengths = [results.lengths(kind, size, count, me, self.root, counts) for me in range(size)]
         values = inputs(size, offset + max(given for given, _ in lengths), dtype, seed)
         self.sources = [x[offset : offset + given] for x, (given, _) in zip(values, lengths, strict=True)]
         self.given = [self._empty(offset, len(source)).copy_(source) for source in self.sources]
@@ -57,7 +57,7 @@ class Played:
     def check(self, what: str) -> None:
         for me, out in enumerate(self.out):
             who = range(self.size)
-            wanted = moved.wanted(self.kind, self.sources, self.count, me, self.root, who, total, self.counts)
+            wanted = results.wanted(self.kind, self.sources, self.count, me, self.root, who, total, self.counts)
             assert same_bits(out.cpu(), wanted), f"{what}: {self.kind} at rank {me} of {self.size}, {self.count}"
 
 

@@ -15,8 +15,8 @@ from ftcomm.engines.gpu_kernel.copies import CHUNK
 from ftcomm.errors import ArgumentError
 from ftcomm.p2p.calls import Messages
 from ftcomm.p2p.progress import ProgressEngine
-from tests.exchange_rig import socket_pair
 from tests.gpu.ranks import Ranks
+from tests.rigs.exchange import socket_pair
 
 from .rig import gpu, ranks_on_gpu
 

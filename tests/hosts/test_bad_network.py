@@ -20,8 +20,8 @@ from ftcomm.lab.netns.network import HUB_ADDRESS, address
 from ftcomm.lab.netns.slow_network import SlowNetwork
 from ftcomm.launch.hosts import HUB
 from ftcomm.transport.address import open_port, own_address
-from tests.deadlines import DEADLINE
-from tests.opened import open_socket
+from tests.rigs.asyncio_client import open_socket
+from tests.rigs.deadlines import DEADLINE
 
 from .bodies import mixed
 from .job import HostJob

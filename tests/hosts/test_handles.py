@@ -19,7 +19,7 @@ from ftcomm.lab.netns import network
 from ftcomm.lab.netns.network import LabNetwork
 from ftcomm.lab.netns.slow_network import settle
 from ftcomm.torch.reconfigure import ReconfigurableGroup
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 from .test_promises import cables  # noqa: F401
 

@@ -19,7 +19,7 @@ from ftcomm.lab.netns.hosts import NamespaceHosts, hosts_named, parse_delay, par
 from ftcomm.lab.netns.relay import VNET, sizes
 from ftcomm.lab.netns.slow_network import SlowNetwork
 from ftcomm.launch.hosts import HUB
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 pytestmark = pytest.mark.protocol
 

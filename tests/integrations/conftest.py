@@ -9,8 +9,8 @@ from multiprocessing import forkserver
 
 import pytest
 
-from tests import preforked as ranks
 from tests.process import job
+from tests.rigs import preforked_ranks as ranks
 
 LIBRARIES = ("transformers.trainer", "lightning.pytorch")
 

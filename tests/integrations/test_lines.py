@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ftcomm.launch import Launcher, RunOptions, run
-from tests.deadlines import DEADLINE
 from tests.integrations.test_trainers import EXAMPLES
+from tests.rigs.deadlines import DEADLINE
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 COUNTS = {"one line": 1, "two lines": 2, "three lines": 3}

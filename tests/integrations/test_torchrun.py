@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deadlines import DEADLINE
 from tests.integrations.test_trainers import EXAMPLES, KILLED
 from tests.integrations.torchrun import Torchruns
+from tests.rigs.deadlines import DEADLINE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_fork_server")]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deadlines import DEADLINE
-from tests.ports import free_port
+from tests.rigs.deadlines import DEADLINE
+from tests.rigs.ports import free_port
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("torchft")

@@ -13,7 +13,7 @@ import pytest
 
 from ftcomm.errors import ArgumentError
 from ftcomm.launch import Launcher, RunOptions, run
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 KILLED = Path(__file__).with_name("killed.py")
 TRACKED = Path(__file__).with_name("tracked.py")

@@ -12,10 +12,10 @@ from typing import Any
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from tests import preforked
-from tests.orphans import end_with_pytest
-from tests.ports import free_port
 from tests.process import job
+from tests.rigs import preforked_ranks
+from tests.rigs.orphan_watch import end_with_pytest
+from tests.rigs.ports import free_port
 
 MAX_RESTARTS = 5
 
@@ -32,7 +32,7 @@ class Worker:
                 signal.signal(number, signal.SIG_DFL)  # torchrun has handlers
             signal.signal(signal.SIGINT, signal.default_int_handler)
             command = list(args[args.index("-u") + 1 :])
-            preforked._become(command, env, os.getcwd(), {1: os.dup(out), 2: os.dup(out)}, None)
+            preforked_ranks._become(command, env, os.getcwd(), {1: os.dup(out), 2: os.dup(out)}, None)
 
     def poll(self) -> int | None:
         if self.returncode is None:

@@ -28,7 +28,7 @@ from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.allreduce import allreduce, collective
 from ftcomm.kernels.dtypes import OPS
 from ftcomm.kernels.epochs import COUNTER, COUNTS
-from tests.orphans import end_with_pytest
+from tests.rigs.orphan_watch import end_with_pytest
 
 if INTERPRETED:
     import ftcomm.engines.gpu_kernel.interpreted  # noqa: F401  it makes the interpreter three times as fast

@@ -21,7 +21,7 @@ from ftcomm.kernels.device import allreduce as module
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.kernels.host.reduce import Reducer, operand
-from tests.coded import coded as coded_result
+from tests.rigs.fp8_results import coded as coded_result
 
 from .ranks import CHUNK, LANES, Op, Rank, group, join, running, seed, start, until, view_change
 

@@ -24,8 +24,8 @@ from ftcomm.errors import LostError
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.device import allreduce as module
 from ftcomm.kernels.device import words as w
-from tests import moved
-from tests.moved import REDUCING, ROOTED
+from tests.rigs import results_of_collectives as results
+from tests.rigs.results_of_collectives import REDUCING, ROOTED
 
 from .ranks import CHUNK, LANES, Rank, group, join, running, seed, start, until, view_change
 from .test_allreduce import arrays, expected, until_stopped
@@ -43,12 +43,12 @@ class Case:
 
     def __init__(
         self, kind: str, size: int, count: int, *, dtype: torch.dtype = torch.float32, op: str = "sum", root: int = 0,
-        in_place: bool = False, offset: int = 0, counts: moved.Counts = (),
+        in_place: bool = False, offset: int = 0, counts: results.Counts = (),
     ) -> None:  # fmt: skip
         self.kind, self.size, self.count, self.in_place, self.root = kind, size, count, in_place, root
         self.op = op if kind in REDUCING else ""
         self.counts = counts
-        lengths = [moved.lengths(kind, size, count, rank, root, counts) for rank in range(size)]
+        lengths = [results.lengths(kind, size, count, rank, root, counts) for rank in range(size)]
         self.given = [arrays(offset + given, dtype, size)[rank][offset:] for rank, (given, _) in enumerate(lengths)]
         self.inputs = [x.clone() for x in self.given]
         self.out = [arrays(offset + taken, dtype, size)[0][offset:].zero_() for _, taken in lengths]
@@ -73,13 +73,13 @@ class Case:
     def wanted(self, rank: int, contributing: Sequence[int] | None = None) -> torch.Tensor:
         who = range(self.size) if contributing is None else contributing
         reduced = functools.partial(expected, op=self.op)
-        return moved.wanted(self.kind, self.inputs, self.count, rank, self.root, who, reduced, self.counts)
+        return results.wanted(self.kind, self.inputs, self.count, rank, self.root, who, reduced, self.counts)
 
     def right(self, rank: int, contributing: Sequence[int] | None = None) -> bool:
         return self.kind == "barrier" or same(self.out[rank], self.wanted(rank, contributing))
 
 
-def uneven(counts: moved.Counts, **how: Any) -> Case:
+def uneven(counts: results.Counts, **how: Any) -> Case:
     """An alltoall of unequal parts."""
     return Case("alltoall", len(counts), 0, counts=counts, **how)
 
@@ -428,7 +428,7 @@ def test_parts_keep_those_who_contributed_to_them(kind: str, part: int) -> None:
     ],
 )
 def test_an_op_that_was_not_begun_knows_by_itself_whether_data_are_lost(
-    kind: str | moved.Counts, root: int, lost: bool
+    kind: str | results.Counts, root: int, lost: bool
 ) -> None:
     """Its launch was there before the view, which 0 is not in; it finds the same as the host does."""
     ranks = group(3)

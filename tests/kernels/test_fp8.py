@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcomm.kernels.host.fp8 import BLOCK, DTYPES, LARGEST, NAN, RECORD, TOP, Packed, Packer, blocks
-from tests import fp8_definition as definition
+from tests.rigs import fp8_definition as definition
 
 CARRIER = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.uint16}
 PACKER = Packer()

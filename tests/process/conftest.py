@@ -80,7 +80,7 @@ class Bench:
 
     async def start_peer(self, *command: str, env: Any, stdout: Any, stderr: Any, **rest: Any) -> Any:
         """In place of `asyncio.create_subprocess_exec` for `ftcomm.bench.peers`."""
-        from tests.preforked import with_log
+        from tests.rigs.preforked_ranks import with_log
 
         if "ftcomm.bench.rank" not in command[:3]:
             return await asyncio.create_subprocess_exec(*command, env=env, stdout=stdout, stderr=stderr, **rest)
@@ -91,7 +91,7 @@ class Bench:
 @pytest.fixture
 def bench(preforked: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
     from ftcomm.bench import peers
-    from tests.preforked import with_log
+    from tests.rigs.preforked_ranks import with_log
 
     bench = Bench()
     monkeypatch.setattr(

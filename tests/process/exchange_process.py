@@ -29,8 +29,8 @@ from ftcomm.transport.base import Belongs, Peer
 from ftcomm.transport.connect import connect
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.coded import coded
-from tests.orphans import end_with_pytest
+from tests.rigs.fp8_results import coded
+from tests.rigs.orphan_watch import end_with_pytest
 
 _HANDSHAKE = struct.Struct("<II32s")  # replica, epoch, nonce of its segment
 _PERIOD = 1009

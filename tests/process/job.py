@@ -32,9 +32,9 @@ from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
 from ftcomm.settings.engines import engine_kind
-from tests.deadlines import DEADLINE
-from tests.orphans import end_with_pytest
-from tests.ports import free_port
+from tests.rigs.deadlines import DEADLINE
+from tests.rigs.orphan_watch import end_with_pytest
+from tests.rigs.ports import free_port
 
 TOKEN = "token-of-the-test"
 JOB = "job of the test"

@@ -1,4 +1,4 @@
-"""The points of `points` to which a leader comes, be it in the process of its rank 0 or in one of its own:
+"""The points of `rank_points` to which a leader comes, be it in the process of its rank 0 or in one of its own:
 
 python -m tests.process.leader_points       in place of ftcomm.control.leader_process; ORDERS says what to look for
 """
@@ -19,7 +19,7 @@ from ftcomm.control.companion import begin
 from ftcomm.control.leader import Leader
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.views import View
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 At = Callable[[str], None]
 ORDERS = "ORDERS_OF_THE_TEST"  # a variable: the folder, the replica, and the process of rank 0

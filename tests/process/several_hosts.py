@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 SCRIPT = """
 import hashlib, os, time

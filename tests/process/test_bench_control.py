@@ -12,7 +12,7 @@ import pytest
 
 from ftcomm.bench.control_plane import SHORT, ControlRequest
 from ftcomm.errors import SettingsError
-from tests.etcd_rig import binary
+from tests.rigs.etcd import binary
 
 pytestmark = pytest.mark.protocol
 

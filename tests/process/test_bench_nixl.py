@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ftcomm.bench.nixl import LIBRARIES, STAGED, NixlRing
-from tests.deadlines import DEADLINE
-from tests.static_rig import together
+from tests.rigs.deadlines import DEADLINE
+from tests.rigs.static_ranks import together
 
 from .conftest import Bench
 

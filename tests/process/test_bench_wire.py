@@ -15,7 +15,7 @@ from ftcomm.bench.wire import ListenAddress, Pair, Waited, Watched, WireRequest,
 from ftcomm.errors import SettingsError
 from ftcomm.lab.netns.relay import Counts
 from ftcomm.lab.netns.slow_network import SlowNetwork
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 from .conftest import Bench
 

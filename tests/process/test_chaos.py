@@ -28,7 +28,7 @@ from ftcomm.lab.netns.hosts import NamespaceHosts
 from ftcomm.lab.netns.network import HUB_ADDRESS, LabNetwork, address, inside, netlink
 from ftcomm.launch import Launcher, RunOptions, run
 from ftcomm.launch.admin import client, protocol
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 from .job import ENGINE
 

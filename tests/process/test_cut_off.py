@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.ports import free_port
+from tests.rigs.ports import free_port
 
 from .bodies import reduce_forever
 from .job import SILENCE, Job, fewer

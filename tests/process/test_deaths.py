@@ -22,7 +22,7 @@ from ftcomm.sync.death_watch import DeathWatch, MutexWord
 from ftcomm.sync.robust_mutex import hold, owner_died
 from ftcomm.sync.sched import _SYS_SCHED_SETATTR, SLICE, _Attributes, request_short_slice
 from ftcomm.transport.segment import MUTEXES, Memory, Segment, mutex
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 pytestmark = pytest.mark.protocol
 

@@ -1,7 +1,7 @@
 """The engine whose ops a kernel runs, in the interpreter of Triton: real processes, real kills, waits of the kernel.
 
-Ranks die, or stop, inside the kernel at named places; see `inside` and `points`. The whole protocol suite runs with it
-too: `make test-kernels`.
+Ranks die, or stop, inside the kernel at named places; see `kernel_stops` and `rank_points`. The whole protocol suite
+runs with it, too: `make test-kernels`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ftcomm.kernels.host.fp8 import DTYPES as CODED_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings import Settings
 from ftcomm.settings.engines import KINDS
-from tests.coded import coded
+from tests.rigs.fp8_results import coded
 
-from . import inside, torn
+from . import kernel_stops, torn_puts
 from .bodies import reduce_forever
 from .job import DEADLINE, SILENCE, STALL, Job, Notes
-from .points import Points, watch_points
+from .rank_points import Points, watch_points
 from .test_kills import ENDLESS, SEED, check
 
 pytestmark = pytest.mark.protocol
@@ -233,9 +233,9 @@ def reduce_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
             os.kill(os.getpid(), signal.SIGKILL)
 
     if group.replica == 1:
-        inside.before_announce(at)
+        kernel_stops.before_announce(at)
     else:
-        inside.before_announce(lambda point: None, after=at)
+        kernel_stops.before_announce(lambda point: None, after=at)
     reduce_forever(group, notes, arguments)
 
 
@@ -296,7 +296,7 @@ def _newest(events: list[dict[str, Any]]) -> list[int]:
 def test_who_is_stopped_inside_the_kernel_and_wakes_removed(tmp_path: Path, place: str, wire: str | None) -> None:
     """It goes on where it was, in an epoch that is over: it changes nothing, returns nothing, and learns it."""
     how: dict[str, Any] = dict(victim=(1, 0), place=place, times=6, elements=TWO_SHOT, wire=wire, **STALL)
-    with job(tmp_path, 3, torn.reduce_and_stop, **how) as running:
+    with job(tmp_path, 3, torn_puts.reduce_and_stop, **how) as running:
         running.wait_event("view without 1", lambda events: _newest(events) == [0, 2])
         _go_on(running, 8)
         running.signal(1, signal.SIGCONT)

@@ -25,10 +25,10 @@ from ftcomm.control.etcd import Place
 from ftcomm.control.etcd_store import EtcdStore
 from ftcomm.control.store import ViewStore
 from ftcomm.control.views import View
-from tests.etcd_rig import EtcdServer, etcd_server
+from tests.rigs.etcd import EtcdServer, etcd_server
 
 from .job import DEADLINE, JOB, TOKEN, Job
-from .points import watch_points
+from .rank_points import watch_points
 from .test_faults import _members, _until, go_on
 from .test_growth import ALL, Excused, begin, hold_at_every_step, lose, wait_without
 from .test_kills import ENDLESS, SEED

@@ -19,7 +19,7 @@ from ftcomm.control.etcd import Etcd, Place
 from ftcomm.control.etcd_store import EtcdStore
 from ftcomm.control.store import JobOver, StoreError
 from ftcomm.control.views import Address, Addresses, Member, View
-from tests.etcd_rig import EtcdServer, etcd_server
+from tests.rigs.etcd import EtcdServer, etcd_server
 
 pytestmark = pytest.mark.protocol
 

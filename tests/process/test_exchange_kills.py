@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.deadlines import DEADLINE
 from tests.process.exchange_process import main
 from tests.process.job import only_on_host
+from tests.rigs.deadlines import DEADLINE
 
 pytestmark = pytest.mark.protocol
 

@@ -18,7 +18,7 @@ import pytest
 
 from ftcomm.launch import run
 
-from . import torn
+from . import torn_puts
 from .bodies import reduce_forever
 from .job import SILENCE, STALL, Job, fewer
 from .test_faults import _members, _until
@@ -38,7 +38,7 @@ TIMES = 20  # the ops that run before
 def job(folder: Path, place: str, transport: str, **settings: Any) -> Job:
     arguments: dict[str, Any] = dict(victim=(VICTIM, 0), place=place, times=TIMES, steps=ENDLESS, elements=ELEMENTS)
     arguments.update(**STALL, transport=transport, **settings)
-    return Job(folder, replicas=3, body=torn.reduce_and_stop, **arguments)
+    return Job(folder, replicas=3, body=torn_puts.reduce_and_stop, **arguments)
 
 
 def wait_stopped(running: Job) -> None:
@@ -94,7 +94,8 @@ def finish(running: Job, replicas: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "place"), [*(("shm", place) for place in torn.SHARED), *(("tcp", place) for place in torn.TCP)]
+    ("transport", "place"),
+    [*(("shm", place) for place in torn_puts.SHARED), *(("tcp", place) for place in torn_puts.TCP)],
 )
 def test_who_wakes_in_the_middle_of_a_put_changes_nothing(tmp_path: Path, transport: str, place: str) -> None:
     with job(tmp_path, place, transport) as running:
@@ -182,7 +183,7 @@ import torch
 import ftcomm
 from ftcomm.settings.engines import engine_kind
 from ftcomm.training.state import digest
-from tests.process.torn import first_life, stop_at
+from tests.process.torn_puts import first_life, stop_at
 group = ftcomm.init()
 torch.set_num_threads(1)
 torch.manual_seed(os.getpid())

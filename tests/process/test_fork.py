@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .forking import FORKER, STEPS, reduce_and_fork, reduce_with_workers
+from .forking_ranks import FORKER, STEPS, reduce_and_fork, reduce_with_workers
 from .job import Job, only_on_host
 from .test_faults import _members
 

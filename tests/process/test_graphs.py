@@ -20,7 +20,7 @@ import pytest
 import ftcomm
 from ftcomm.kernels.device import INTERPRETED
 
-from . import inside
+from . import kernel_stops
 from .bodies import seen
 from .job import Job, Notes
 from .test_kills import ENDLESS, SEED, check
@@ -105,7 +105,7 @@ def replay_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
             (marks / f"has-{group.replica}").touch()
 
     if point:
-        inside.before_announce(at, after)
+        kernel_stops.before_announce(at, after)
     replayed = Replayed(group)
     for step in ftcomm.steps(arguments["steps"]):
         replayed.step(notes, step)

@@ -21,7 +21,7 @@ from ftcomm.control.server import ServerError
 from ftcomm.control.timeouts import Timeouts
 
 from .job import DEADLINE, SILENCE, Job, Notes, fewer
-from .points import CATCHING_UP, CHANGING, JOINING, Points, watch_points
+from .rank_points import CATCHING_UP, CHANGING, JOINING, Points, watch_points
 from .test_faults import _members, _until, go_on, steps_of
 from .test_kills import ENDLESS, SEED, check
 from .training import train

@@ -19,7 +19,7 @@ import pytest
 from ftcomm.errors import InitError
 from ftcomm.launch import Launcher, RunOptions, policy, run
 from ftcomm.launch.policy import State
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 pytestmark = pytest.mark.protocol
 

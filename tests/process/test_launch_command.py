@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.deadlines import DEADLINE
-from tests.ports import free_port
+from tests.rigs.deadlines import DEADLINE
+from tests.rigs.ports import free_port
 
 pytestmark = pytest.mark.protocol
 

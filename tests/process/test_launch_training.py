@@ -19,8 +19,8 @@ from ftcomm.control.views import View
 from ftcomm.launch import Launcher, RunOptions, policy, run
 from ftcomm.launch.admin.handlers import status
 from ftcomm.launch.policy import State
-from tests.certificates import Authority, environment
-from tests.deadlines import DEADLINE
+from tests.rigs.certificates import Authority, environment
+from tests.rigs.deadlines import DEADLINE
 
 pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 

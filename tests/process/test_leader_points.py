@@ -17,7 +17,7 @@ import pytest
 
 from .job import STALL, Job
 from .leader_points import leader_of
-from .points import CATCHING_UP, CHANGING, JOINING, Points
+from .rank_points import CATCHING_UP, CHANGING, JOINING, Points
 from .test_faults import go_on
 from .test_growth import (
     ALL,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
+from tests.rigs.ports import free_port
 
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent))
 

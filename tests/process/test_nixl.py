@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import ftcomm
-from tests import nixl_queues
+from tests.rigs import nixl_queues
 
-from . import torn
+from . import torn_puts
 from .bodies import reduce_forever, reduce_fresh
 from .job import STALL, Job, Notes
 from .test_fencing import VICTIM, disturbed, go_on, kinds, set_aside, wait_lost, wait_stopped, wake
@@ -218,7 +218,7 @@ def test_stopped_with_puts_under_way(tmp_path: Path) -> None:
     to it by nobody.
     """
     arguments: dict[str, Any] = dict(victim=(VICTIM, 0), place="put", times=40, steps=ENDLESS, elements=ELEMENTS)
-    with Job(tmp_path, replicas=3, body=torn.reduce_and_stop, transport="nixl", **STALL, **arguments) as job:
+    with Job(tmp_path, replicas=3, body=torn_puts.reduce_and_stop, transport="nixl", **STALL, **arguments) as job:
         wait_stopped(job)
         wait_lost(job)
         go_on(job)

@@ -18,7 +18,7 @@ import pytest
 from ftcomm.recorder.dump import recordings_in
 from ftcomm.recorder.files import folders
 from ftcomm.recorder.reader import Recording, lives, read, read_all
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 from tests.unit.test_dumps import analyse
 
 pytestmark = pytest.mark.protocol

@@ -24,7 +24,7 @@ from ftcomm.launch.admin import client, protocol
 from ftcomm.launch.commands import rolling_restart
 from ftcomm.launch.policy import State
 from ftcomm.launch.rundir import short
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 

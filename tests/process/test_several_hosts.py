@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ftcomm.launch import run
-from tests.ports import free_port
 from tests.process.several_hosts import DEADLINE, SCRIPT, Host
+from tests.rigs.ports import free_port
 
 pytestmark = pytest.mark.protocol
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deadlines import DEADLINE
-from tests.ports import free_port
 from tests.process.several_hosts import SCRIPT
+from tests.rigs.deadlines import DEADLINE
+from tests.rigs.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"))

@@ -22,8 +22,8 @@ from ftcomm.groups.static_group import StaticGroup
 
 from .bodies import reduce_forever
 from .job import SLOWER, Job, Notes
-from .points import Points, watch_points
-from .stalling import watch_late
+from .rank_points import Points, watch_points
+from .stalled_ranks import watch_late
 from .test_faults import _members, _until, go_on, steps_of
 from .test_growth import wait_there
 from .test_kills import ENDLESS, check

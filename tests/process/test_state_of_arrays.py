@@ -64,7 +64,7 @@ KEEPS_CUPY = f"""
 import sys, time, zlib
 sys.modules["torch"] = None
 sys.path.insert(0, {str(ROOT)!r})
-from tests import cupy_stub
+from tests.rigs import cupy_stub
 sys.modules["cupy"] = cupy = cupy_stub.module()
 import numpy as np
 import ftcomm

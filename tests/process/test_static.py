@@ -21,8 +21,8 @@ import ftcomm
 from ftcomm.errors import LostError
 from ftcomm.groups.static_endpoint import Endpoint
 from ftcomm.groups.static_group import StaticGroup
-from tests.orphans import end_with_pytest
 from tests.process.job import DEADLINE, Job, Notes, only_on_host
+from tests.rigs.orphan_watch import end_with_pytest
 
 pytestmark = pytest.mark.protocol
 

@@ -18,8 +18,8 @@ from ftcomm.errors import LostError
 from ftcomm.kernels.call_codes import KINDS
 from ftcomm.kernels.device.words import KIND
 
-from ..process.inside import before_announce
 from ..process.job import Notes
+from ..process.kernel_stops import before_announce
 from .fsdp_bodies import batch, loss_of, network
 
 

@@ -17,7 +17,7 @@ from ftcomm.bench.job import Records
 from ftcomm.bench.plugin_rank import TRAINERS, WARM, PluginTask, Tiny, Took
 from ftcomm.cli import commands
 from ftcomm.errors import FtcommError
-from tests.ports import free_port
+from tests.rigs.ports import free_port
 
 
 def test_both_take_turns_and_the_difference_is_a_share_of_a_step(

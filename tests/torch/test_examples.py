@@ -15,7 +15,7 @@ import pytest
 
 from ftcomm.launch import Launcher, RunOptions, process, run
 from ftcomm.training.checkpoint import complete
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -12,8 +12,7 @@ import torch
 
 from ftcomm.errors import ArgumentError
 from ftcomm.torch.grid import Grid
-
-from ..exchange_rig import DEADLINE
+from tests.rigs.exchange import DEADLINE
 
 SUBGROUP = SimpleNamespace(internals=SimpleNamespace())
 

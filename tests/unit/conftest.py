@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ftcomm.control import dropped, links
-from tests.stopped_rig import DEADLINE, MEMBER, Peer
+from tests.rigs.stopped_processes import DEADLINE, MEMBER, Peer
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_entry import WAKE_AGAIN, WAKE_UPS
 from ftcomm.control.views import View
 from ftcomm.sync.futex import MAX_SLEEP
-from tests.agents_rig import Job
 from tests.fuzz.machines import TIMEOUTS
-from tests.peers_rig import an_agent
-from tests.stopped_rig import DEADLINE, until
+from tests.rigs.agents import Job
+from tests.rigs.peers import an_agent
+from tests.rigs.stopped_processes import DEADLINE, until
 
 pytestmark = pytest.mark.usefixtures("time_for_handshakes")
 

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from tests.sources import ROOT, parsed
+from tests.rigs.sources import ROOT, parsed
 
 FOLDERS = {"ftcomm": "ftcomm", "ftcomm.control": "control", "ftcomm.kernels": "kernels", "ftcomm.bench": "bench"}
 

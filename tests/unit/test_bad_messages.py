@@ -16,8 +16,8 @@ from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
 from ftcomm.control.view_differences import difference
 from ftcomm.control.views import NO_ADDRESSES, Member, View
-from tests.peers_rig import DEADLINE, GOOD, MB, NO_MESSAGE, pair, push
-from tests.sealed_rig import ends, records
+from tests.rigs.peers import DEADLINE, GOOD, MB, NO_MESSAGE, pair, push
+from tests.rigs.sealed_pair import ends, records
 
 pytestmark = pytest.mark.usefixtures("time_for_handshakes")
 

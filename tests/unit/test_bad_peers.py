@@ -20,9 +20,9 @@ from ftcomm.control.views import Addresses
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
 from tests.fuzz.targets import all_messages
-from tests.leader_rig import Led
-from tests.opened import open_socket
-from tests.peers_rig import CREDENTIALS, DEADLINE, NO_MESSAGE, an_agent, until
+from tests.rigs.asyncio_client import open_socket
+from tests.rigs.leader import Led
+from tests.rigs.peers import CREDENTIALS, DEADLINE, NO_MESSAGE, an_agent, until
 
 pytestmark = pytest.mark.usefixtures("time_for_handshakes")
 

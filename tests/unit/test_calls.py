@@ -21,7 +21,7 @@ from ftcomm.errors import ArgumentError, LostError, MismatchError
 from ftcomm.groups.calls import Calls
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.transport.segment import CHUNK, slot_payload
-from tests.exchange_rig import DEADLINE, Member, Rig
+from tests.rigs.exchange import DEADLINE, Member, Rig
 
 pytestmark = pytest.mark.protocol
 

@@ -22,7 +22,7 @@ from ftcomm.errors import DivergenceError, MismatchError
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.transport.segment import FINGERPRINT, POSTED, REDUCED, TAKEN, descriptor
-from tests.exchange_rig import DEADLINE, Caller, Rig
+from tests.rigs.exchange import DEADLINE, Caller, Rig
 
 HOWS = ("shm", "tcp", "mixed")
 SIZES = (1, 5000, 131_072, 1_000_003)  # of float32: one chunk to eight

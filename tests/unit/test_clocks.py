@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ftcomm
-from tests.sources import nodes
+from tests.rigs.sources import nodes
 
 TREE = Path(ftcomm.__file__).parent.parent
 WALL = {("time", "time"), ("time", "time_ns"), ("time", "ctime"), ("time", "localtime"), ("time", "gmtime")}

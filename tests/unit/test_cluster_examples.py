@@ -20,7 +20,7 @@ from lightkube.models import apps_v1, batch_v1, core_v1, networking_v1
 from ftcomm.cli import commands
 from ftcomm.control.etcd import Place
 from ftcomm.settings import Settings
-from tests.ports import free_port
+from tests.rigs.ports import free_port
 
 pytestmark = pytest.mark.protocol
 

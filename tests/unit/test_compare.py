@@ -13,7 +13,7 @@ from torch import nn
 from ftcomm.collective.operation import Operation
 from ftcomm.errors import DivergenceError, FtcommError, MismatchError, StateError
 from ftcomm.groups.compare import compare, hashes
-from tests.exchange_rig import Caller, Rig
+from tests.rigs.exchange import Caller, Rig
 
 
 class OneGroup:

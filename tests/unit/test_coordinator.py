@@ -13,7 +13,7 @@ from ftcomm.control.limits import EPOCHS
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.suspicion import PAUSE, Probe, ProbeOutcome, Suspicions, Why
 from ftcomm.control.views import Address, Addresses, Member
-from tests.coordinator_script import (
+from tests.rigs.coordinator_script import (
     CHAIN,
     TIMEOUTS,
     Script,

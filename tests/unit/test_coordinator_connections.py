@@ -7,7 +7,7 @@ import pytest
 from ftcomm.control import messages as m
 from ftcomm.control.severed import MOST
 from ftcomm.control.suspicion import ProbeOutcome
-from tests.coordinator_script import Script
+from tests.rigs.coordinator_script import Script
 
 
 def severed(other: int, epoch: int, life: str = "") -> m.Severed:

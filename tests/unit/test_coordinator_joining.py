@@ -12,7 +12,17 @@ from ftcomm.control.joiner_messages import ALONE, MUTE, WAITS
 from ftcomm.control.removals import LINGER
 from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.views import Address, Addresses
-from tests.coordinator_script import CHAIN, TIMEOUTS, Script, after_loss, catching_up, grown, joins, pass_time, search
+from tests.rigs.coordinator_script import (
+    CHAIN,
+    TIMEOUTS,
+    Script,
+    after_loss,
+    catching_up,
+    grown,
+    joins,
+    pass_time,
+    search,
+)
 
 
 def test_a_joiner_is_told_that_those_it_waits_for_live_and_never_speak() -> None:

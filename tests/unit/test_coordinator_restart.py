@@ -10,7 +10,7 @@ from ftcomm.control.coordinator_actions import Close, CoordinatorAction, Log, Pe
 from ftcomm.control.known_job import EARLY
 from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.views import Address, Addresses
-from tests.coordinator_script import (
+from tests.rigs.coordinator_script import (
     CHAIN,
     TIMEOUTS,
     Script,

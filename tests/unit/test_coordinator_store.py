@@ -18,8 +18,8 @@ from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.views import Addresses, Member, View
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
-from tests.opened import Conversation, open_socket
-from tests.peers_rig import CREDENTIALS, DEADLINE, until
+from tests.rigs.asyncio_client import Conversation, open_socket
+from tests.rigs.peers import CREDENTIALS, DEADLINE, until
 
 pytestmark = pytest.mark.usefixtures("time_for_handshakes")
 

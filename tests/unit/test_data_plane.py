@@ -15,7 +15,7 @@ from ftcomm.control.data_plane import Unreachable
 from ftcomm.groups.data_plane import LocalDataPlane
 from ftcomm.transport import connector
 from ftcomm.transport.base import Peer
-from tests.exchange_rig import DEADLINE, Caller, data_plane
+from tests.rigs.exchange import DEADLINE, Caller, data_plane
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from ftcomm.control.liveness import boot
 from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.transport import connector
 from ftcomm.transport.segment import Segment
-from tests.exchange_rig import data_plane
+from tests.rigs.exchange import data_plane
 
 
 class Rig:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
-from tests.sources import ROOT, files, name, nodes
+from tests.rigs.sources import ROOT, files, name, nodes
 
 
 def _calls(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:

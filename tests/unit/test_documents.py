@@ -17,8 +17,8 @@ import pytest
 import ftcomm
 from ftcomm.cli import commands
 from ftcomm.simulation import mutations
+from tests.rigs.sources import nodes
 from tests.simulation import test_mutations
-from tests.sources import nodes
 
 pytestmark = pytest.mark.protocol
 

@@ -13,7 +13,7 @@ import pytest
 from ftcomm.transport.epoll_thread import ENDED, EPOLL_THREAD, EpollThread
 from ftcomm.transport.tcp import mirror
 from ftcomm.transport.tcp.mirror import TcpMirror
-from tests.exchange_rig import DEADLINE, socket_pair
+from tests.rigs.exchange import DEADLINE, socket_pair
 
 EPOCH = 3
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ftcomm.control.gathered import RESUMED
-from tests.sources import ROOT, files, name, nodes
+from tests.rigs.sources import ROOT, files, name, nodes
 
 ELSEWHERE = {"demo", "lab", "simulation"}
 SAID_BY = {"Log", "Report", "emit", "_emit", "report", "_report", "_say", "_log"}

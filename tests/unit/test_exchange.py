@@ -22,8 +22,8 @@ from ftcomm.kernels.epochs import COUNTER
 from ftcomm.transport.segment import POSTED
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.exchange_calls import HOWS, _switch_often, agree, calls, given, ones, start  # noqa: F401
-from tests.exchange_rig import DEADLINE, Caller, Member, Rig, socket_pair
+from tests.rigs.exchange import DEADLINE, Caller, Member, Rig, socket_pair
+from tests.rigs.exchange_calls import HOWS, _switch_often, agree, calls, given, ones, start  # noqa: F401
 
 
 @pytest.mark.parametrize("how", ["shm", "alike", "ring"])

@@ -13,10 +13,10 @@ from ftcomm.collective.operation import Operation
 from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.kernels.dtypes import DTYPES
 from ftcomm.settings.tuning import BUILT_IN
-from tests import exchange_rig
-from tests.coded import coded
-from tests.exchange_calls import HOWS, _switch_often, agree, calls, expected, given, ones, start  # noqa: F401
-from tests.exchange_rig import Caller, Member, Rig
+from tests.rigs import exchange as exchange_rig
+from tests.rigs.exchange import Caller, Member, Rig
+from tests.rigs.exchange_calls import HOWS, _switch_often, agree, calls, expected, given, ones, start  # noqa: F401
+from tests.rigs.fp8_results import coded
 
 
 # Of two members, one is reached by the same way whether the group is mixed or not. How torch adds: test_reduce.py.

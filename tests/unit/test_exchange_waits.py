@@ -27,8 +27,8 @@ from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.errors import CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.epochs import COUNTS
 from ftcomm.transport.segment import POSTED
-from tests.exchange_calls import _switch_often, ones  # noqa: F401
-from tests.exchange_rig import DEADLINE, Caller, Member, Rig, deadlines
+from tests.rigs.exchange import DEADLINE, Caller, Member, Rig, deadlines
+from tests.rigs.exchange_calls import _switch_often, ones  # noqa: F401
 
 
 def test_who_waits_for_whom_can_be_asked_at_any_time() -> None:

@@ -28,8 +28,8 @@ from ftcomm.transport.segment import ASLEEP, NEAR, POSTED, TAKEN
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.bytecodes import bytecodes, group_of_two
-from tests.exchange_calls import check, given
-from tests.exchange_rig import DEADLINE, Caller, Rig, mirrored, socket_pair
+from tests.rigs.exchange import DEADLINE, Caller, Rig, mirrored, socket_pair
+from tests.rigs.exchange_calls import check, given
 
 MANY = 500  # ops, until one was not interrupted by the other threads of this process
 

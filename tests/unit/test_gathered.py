@@ -6,7 +6,7 @@ import random
 
 from ftcomm.control import messages as m
 from ftcomm.control.gathered import PER_BEAT, RESUMED, Installs, Losses, Resumptions
-from tests.rank_node_rig import view
+from tests.rigs.rank_node import view
 
 
 def lost(shard: int, replica: int = 1, proof: bool = True) -> m.Suspect:

@@ -13,8 +13,8 @@ from ftcomm.control import dropped, handshake, links, wire
 from ftcomm.control.handshake import HungUp, Unspoken, Wired
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
-from tests.opened import open_socket
-from tests.peers_rig import CREDENTIALS, DEADLINE, closed, framed, listening, nobody, pair, until
+from tests.rigs.asyncio_client import open_socket
+from tests.rigs.peers import CREDENTIALS, DEADLINE, closed, framed, listening, nobody, pair, until
 
 LONG = 1 << 22  # bytes, more than a socket takes at once
 

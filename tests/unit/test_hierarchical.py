@@ -23,7 +23,7 @@ from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings.tuning import BUILT_IN, Tuning, up_to
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.transport.segment import HOST, LEAST, POSTED, REDUCED, level, levels, sized
-from tests.slots import slot_of
+from tests.rigs.slot import slot_of
 
 pytestmark = pytest.mark.protocol  # torch adds as in test_reduce.py; here it is the reference
 

@@ -14,7 +14,7 @@ import pytest
 from ftcomm.collective.operation import Operation
 from ftcomm.transport.segment import CHUNK, SLOTS, STAGED
 from ftcomm.transport.tcp.mirror import TcpMirror
-from tests.exchange_rig import DEADLINE, Caller, Rig
+from tests.rigs.exchange import DEADLINE, Caller, Rig
 
 MEMBERS = (0, 1, 2)
 IDLE = 2

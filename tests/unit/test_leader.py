@@ -10,8 +10,8 @@ from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.rank_node import RankNode
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
-from tests.rank_node_rig import Process, address, change, view
-from tests.rank_node_rig import said as told
+from tests.rigs.rank_node import Process, address, change, view
+from tests.rigs.rank_node import said as told
 
 P = 7  # a proposal
 

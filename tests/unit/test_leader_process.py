@@ -19,10 +19,10 @@ from ftcomm.control.companion import Companion
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import NOT_ALL, LeaderNode
 from ftcomm.control.links import listen
-from tests.agents_rig import CREDENTIALS, Job
-from tests.leader_rig import Led
-from tests.rank_node_rig import TIMEOUTS, address, view
-from tests.stopped_rig import DEADLINE, until
+from tests.rigs.agents import CREDENTIALS, Job
+from tests.rigs.leader import Led
+from tests.rigs.rank_node import TIMEOUTS, address, view
+from tests.rigs.stopped_processes import DEADLINE, until
 
 P = 7  # a proposal
 

@@ -29,7 +29,7 @@ from ftcomm.launch.coordinator.command import CoordinatorOptions
 from ftcomm.launch.options import RunOptions
 from ftcomm.process import descriptors
 from ftcomm.settings import Settings
-from tests.exchange_rig import DEADLINE, Rig
+from tests.rigs.exchange import DEADLINE, Rig
 
 TIMEOUTS = Timeouts.derive()
 

@@ -10,7 +10,7 @@ from ftcomm.transport.segment import POSTED
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.poller import TcpPoller
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.exchange_rig import DEADLINE, socket_pair
+from tests.rigs.exchange import DEADLINE, socket_pair
 
 EPOCH = 3
 

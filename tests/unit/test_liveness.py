@@ -16,7 +16,7 @@ import msgspec
 from ftcomm.control import liveness
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.views import Address
-from tests.stopped_rig import Peer, until
+from tests.rigs.stopped_processes import Peer, until
 
 
 def test_the_kernel_of_a_stopped_process_answers_until_the_process_ends(peer: Peer) -> None:

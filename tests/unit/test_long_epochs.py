@@ -19,7 +19,7 @@ from ftcomm.transport.base import MirrorWriter
 from ftcomm.transport.nixl import frames as frames
 from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, TAKEN
 from ftcomm.transport.tcp.mirror import TcpMirror
-from tests.exchange_rig import DEADLINE, Caller, Rig
+from tests.rigs.exchange import DEADLINE, Caller, Rig
 
 MEMBERS = (0, 1, 2, 3)
 SIZES = (8, 3 * CHUNK // 4, 8, 8, 6 * CHUNK // 4, 8)  # elements of 4 bytes: one task, and several

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.sources import FOLDERS, ROOT, files, parsed
+from tests.rigs.sources import FOLDERS, ROOT, files, parsed
 
 # Words that only their author knew. Each thing has the name that NCCL, MPI, raft or the kernel's documents give to it.
 _GONE = """

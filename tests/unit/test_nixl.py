@@ -34,7 +34,7 @@ from ftcomm.transport.nixl.memory import MirrorMemories, MirrorMemory, Region, R
 from ftcomm.transport.nixl.network import rdma_devices
 from ftcomm.transport.nixl.window import ALIGN, LEAST, Window, cut, spread
 from ftcomm.transport.segment import CHUNK, POSTED, TAKEN, published
-from tests.static_rig import together
+from tests.rigs.static_ranks import together
 
 EPOCH = 3
 BEGUN = EPOCH << COUNTER

@@ -24,9 +24,9 @@ from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS
 from ftcomm.transport.base import Peer
 from ftcomm.transport.nixl.context import Nixl
 from ftcomm.transport.segment import HOST, putting
-from tests import exchange_rig
-from tests.exchange_calls import _switch_often, check, start  # noqa: F401
-from tests.exchange_rig import DEADLINE, Rig, socket_pair
+from tests.rigs import exchange as exchange_rig
+from tests.rigs.exchange import DEADLINE, Rig, socket_pair
+from tests.rigs.exchange_calls import _switch_often, check, start  # noqa: F401
 from tests.unit import test_exchange
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")

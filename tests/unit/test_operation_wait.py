@@ -10,7 +10,7 @@ import pytest
 
 from ftcomm.collective import operation
 from ftcomm.collective.operation import Operation
-from tests.exchange_rig import DEADLINE
+from tests.rigs.exchange import DEADLINE
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from ftcomm.launch.several_hosts.messages import (
 from ftcomm.launch.several_hosts.node_place import NodePlace
 from ftcomm.launch.several_hosts.other_hosts import OtherHosts
 from ftcomm.launch.supervisor import Supervisor
-from tests.ports import free_port
+from tests.rigs.ports import free_port
 
 pytestmark = pytest.mark.protocol
 

@@ -13,9 +13,9 @@ from ftcomm.control.links import Link, hand_over, serve_messages
 from ftcomm.control.sealed import Channel
 from ftcomm.control.server import CoordinatorServer
 from tests.fuzz.machines import TIMEOUTS
-from tests.opened import open_socket
-from tests.peers_rig import CREDENTIALS, DEADLINE, listening, until
-from tests.sealed_rig import ends
+from tests.rigs.asyncio_client import open_socket
+from tests.rigs.peers import CREDENTIALS, DEADLINE, listening, until
+from tests.rigs.sealed_pair import ends
 
 pytestmark = pytest.mark.usefixtures("time_for_handshakes")
 

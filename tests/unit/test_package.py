@@ -17,7 +17,7 @@ import pytest
 
 import ftcomm
 from ftcomm.torch.versions import untested
-from tests.sources import files, nodes
+from tests.rigs.sources import files, nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / ".ci" / "dist.py"

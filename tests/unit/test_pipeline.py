@@ -21,7 +21,7 @@ from ftcomm.simulation.memory import CHUNK, TinyMemory
 from ftcomm.transport.segment import CHUNK as REAL_CHUNK
 from ftcomm.transport.segment import HOP, POSTED, REDUCED, SLOTS, SPAN, TAKEN
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.exchange_rig import socket_pair
+from tests.rigs.exchange import socket_pair
 
 MEMBERS = (0, 1, 2)
 

@@ -19,8 +19,8 @@ from ftcomm.control.store import ViewStore
 from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
-from tests.agents_rig import Relay
-from tests.stopped_rig import CREDENTIALS, DEADLINE, Peer, at
+from tests.rigs.agents import Relay
+from tests.rigs.stopped_processes import CREDENTIALS, DEADLINE, Peer, at
 
 
 def found(there: Address, timeout: float = DEADLINE) -> ProbeOutcome:

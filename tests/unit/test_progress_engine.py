@@ -22,8 +22,8 @@ from ftcomm.p2p.calls import JobProgressEngine, Messages, MessageWork
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import ReceiverKind, SenderKind
 from ftcomm.transport.router import GroupConnection
-from tests.exchange_rig import DEADLINE, Caller, socket_pair
-from tests.static_rig import Ranks, nothing_left, together
+from tests.rigs.exchange import DEADLINE, Caller, socket_pair
+from tests.rigs.static_ranks import Ranks, nothing_left, together
 
 pytestmark = pytest.mark.protocol
 

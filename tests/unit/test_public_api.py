@@ -21,8 +21,8 @@ import ftcomm.groups.group
 from ftcomm.groups.static_group import StaticGroup
 from ftcomm.groups.subgroup import Subgroup
 from ftcomm.p2p.progress import ProgressEngine
-from tests import cupy_stub
-from tests.exchange_rig import DEADLINE, Rig, socket_pair
+from tests.rigs import cupy_stub
+from tests.rigs.exchange import DEADLINE, Rig, socket_pair
 from tests.unit.test_calls import Caller
 from tests.unit.test_calls import Group as Members
 

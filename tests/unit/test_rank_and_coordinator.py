@@ -12,7 +12,7 @@ from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.leader import ToRank
 from ftcomm.errors import CollectiveTimeout
-from tests.rank_node_rig import TIMEOUTS, change, running, said, view
+from tests.rigs.rank_node import TIMEOUTS, change, running, said, view
 
 
 def test_the_coordinator_hears_at_once_that_the_job_is_in_its_next_step_loop() -> None:

@@ -18,9 +18,9 @@ from ftcomm.control.dropped import counts
 from ftcomm.control.links import Link
 from ftcomm.control.rank_errors import JoinError
 from ftcomm.control.server import CoordinatorServer
-from tests import agents_rig
-from tests.agents_rig import CREDENTIALS, Job, Relay
-from tests.stopped_rig import DEADLINE, until
+from tests.rigs import agents as agents_rig
+from tests.rigs.agents import CREDENTIALS, Job, Relay
+from tests.rigs.stopped_processes import DEADLINE, until
 
 
 def test_a_rank_that_has_come_to_the_leader_of_another_replica_takes_the_place_of_nobody() -> None:

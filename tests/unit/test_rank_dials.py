@@ -7,7 +7,7 @@ import pytest
 from ftcomm.control import messages as m
 from ftcomm.control.blame import CHANGE
 from ftcomm.control.failed_dials import Cause
-from tests.rank_node_rig import TIMEOUTS, running, said, ticks, view
+from tests.rigs.rank_node import TIMEOUTS, running, said, ticks, view
 
 
 def test_memory_that_cannot_be_reached_is_a_wait_for_its_owner() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control.leader import ToRank
-from tests.rank_node_rig import Process, address, said, view
+from tests.rigs.rank_node import Process, address, said, view
 
 
 def registered(ranks: int, rank: int = 0) -> Process:

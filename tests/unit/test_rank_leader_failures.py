@@ -6,7 +6,7 @@ from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.leader import ToRank
-from tests.rank_node_rig import TIMEOUTS, Process, address, running, said, view
+from tests.rigs.rank_node import TIMEOUTS, Process, address, running, said, view
 
 
 def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_first() -> None:

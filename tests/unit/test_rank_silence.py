@@ -6,7 +6,7 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from tests.rank_node_rig import TIMEOUTS, running, said, ticks
+from tests.rigs.rank_node import TIMEOUTS, running, said, ticks
 
 
 def test_a_peer_that_falls_silent_is_complained_about_within_the_heartbeat_timeout_and_forgiven() -> None:

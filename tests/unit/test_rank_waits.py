@@ -11,7 +11,7 @@ from ftcomm.control import rank_node as n
 from ftcomm.control.blame import BOUNDARY, CHANGE
 from ftcomm.control.leader import ToRank
 from ftcomm.control.views import View
-from tests.rank_node_rig import TIMEOUTS, Process, change, running, said, ticks, view
+from tests.rigs.rank_node import TIMEOUTS, Process, change, running, said, ticks, view
 
 
 def test_a_change_of_view_that_hangs_is_a_stall_on_those_who_have_not_told() -> None:

@@ -11,7 +11,7 @@ from ftcomm.launch.several_hosts.link import LauncherLink
 from ftcomm.launch.several_hosts.messages import TurnedAway
 from ftcomm.launch.several_hosts.node_place import NodePlace
 from ftcomm.launch.several_hosts.refusals import Refusals
-from tests.ports import free_port
+from tests.rigs.ports import free_port
 
 REFUSED = ConnectionRefusedError(111, "Connection refused")
 OP = 10.0

@@ -20,7 +20,7 @@ from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings import Settings
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.transport.segment import TREE, header, levels, published
-from tests.slots import slot_of
+from tests.rigs.slot import slot_of
 
 pytestmark = pytest.mark.protocol  # torch adds as in test_reduce.py; here it is the reference
 

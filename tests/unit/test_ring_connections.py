@@ -17,7 +17,7 @@ from ftcomm.errors import MismatchError
 from ftcomm.transport import connect
 from ftcomm.transport.connector import Connector
 from ftcomm.transport.segment import POSTED
-from tests.exchange_rig import DEADLINE, Caller, Member, Rig
+from tests.rigs.exchange import DEADLINE, Caller, Member, Rig
 from tests.unit.test_data_plane import Way, a_view, local_data_plane
 
 LARGE, SMALL = 300_000, 100  # of float64: several chunks that go around, and an op that does not

@@ -34,7 +34,7 @@ from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS, Tuning
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.segment import ASLEEP, SLOTS, SPAN, Segment
 from ftcomm.transport.shm import ShmPeer
-from tests.coded import coded
+from tests.rigs.fp8_results import coded
 
 pytestmark = pytest.mark.protocol
 

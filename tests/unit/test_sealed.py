@@ -30,8 +30,8 @@ from ftcomm.transport import secure
 from ftcomm.transport.segment import CHUNK, HEADER, POSTED
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.exchange_rig import socket_pair
-from tests.sealed_rig import SECRET, ends, records
+from tests.rigs.exchange import socket_pair
+from tests.rigs.sealed_pair import SECRET, ends, records
 
 DEADLINE = 60.0  # s
 

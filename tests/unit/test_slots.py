@@ -23,8 +23,8 @@ from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import ReceiverKind, SenderKind
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.shm import ShmPeer
-from tests.exchange_rig import DEADLINE, socket_pair
-from tests.static_rig import together
+from tests.rigs.exchange import DEADLINE, socket_pair
+from tests.rigs.static_ranks import together
 from tests.unit.test_progress_engine import expire
 
 if not INTERPRETED:

@@ -11,7 +11,7 @@ import pytest
 from ftcomm.collective.operation import Operation
 from ftcomm.errors import TransportError
 from ftcomm.transport.segment import HEADER, NEAR
-from tests.exchange_rig import Caller, Member, Rig
+from tests.rigs.exchange import Caller, Member, Rig
 
 
 class Fallocate:

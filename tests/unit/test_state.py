@@ -22,7 +22,7 @@ from ftcomm.errors import StateError
 from ftcomm.training.entries import as_entry
 from ftcomm.training.startup_check import fingerprints
 from ftcomm.training.state import allocate, digest, first_difference, flatten, load
-from tests import cupy_stub
+from tests.rigs import cupy_stub
 
 
 class Box:

@@ -24,8 +24,8 @@ from ftcomm.groups.static_pairs import FRAMES, Pairs
 from ftcomm.membership import static
 from ftcomm.membership.derived import Left
 from ftcomm.transport import router
-from tests.exchange_rig import DEADLINE, Caller
-from tests.static_rig import (
+from tests.rigs.exchange import DEADLINE, Caller
+from tests.rigs.static_ranks import (
     Ranks,
     mappings_of_segments,
     narrow,

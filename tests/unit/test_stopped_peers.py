@@ -16,7 +16,7 @@ from ftcomm.control.links import Link
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.peers import Peers
 from ftcomm.control.views import Address, Addresses, Member, View
-from tests.stopped_rig import CREDENTIALS, DEADLINE, Peer, until
+from tests.rigs.stopped_processes import CREDENTIALS, DEADLINE, Peer, until
 
 
 def test_a_dial_waits_for_a_process_that_is_stopped_and_comes_once(

@@ -21,8 +21,8 @@ from ftcomm.control import messages as m
 from ftcomm.control.links import listen, serve_messages
 from ftcomm.control.rank_errors import JoinError
 from ftcomm.control.sealed import Channel
-from tests.opened import open_socket
-from tests.peers_rig import (
+from tests.rigs.asyncio_client import open_socket
+from tests.rigs.peers import (
     CREDENTIALS,
     DEADLINE,
     GOOD,

@@ -31,10 +31,16 @@ from ftcomm.membership.derived import Left, TellCaller
 from ftcomm.process import joining
 from ftcomm.settings.tuning import BUILT_IN
 from ftcomm.transport.router import ASK, ConnectionRouter, Receiver
-from tests.exchange_rig import DEADLINE, socket_pair
-from tests.rank_node_rig import view
-from tests.sealed_rig import ends
-from tests.static_rig import mappings_of_segments, narrow, no_garbage_collection, returns_before_the_next, together
+from tests.rigs.exchange import DEADLINE, socket_pair
+from tests.rigs.rank_node import view
+from tests.rigs.sealed_pair import ends
+from tests.rigs.static_ranks import (
+    mappings_of_segments,
+    narrow,
+    no_garbage_collection,
+    returns_before_the_next,
+    together,
+)
 
 pytestmark = pytest.mark.protocol
 

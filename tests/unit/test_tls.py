@@ -21,7 +21,7 @@ from ftcomm.control.liveness import boot, network
 from ftcomm.control.sealed import Channel, Keys
 from ftcomm.control.tls import Files, Tls, TlsError
 from ftcomm.control.views import Address
-from tests.certificates import Authority
+from tests.rigs.certificates import Authority
 
 TOKEN = "secret"
 DEADLINE = 30.0  # s

@@ -38,7 +38,7 @@ from ftcomm.transport.segment import (
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.exchange_rig import DEADLINE, socket_pair
+from tests.rigs.exchange import DEADLINE, socket_pair
 
 EPOCH = 3
 FRAME = struct.Struct("<IIQIIQQQ")

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import tests.exchange_rig
+import tests.rigs.exchange
 from ftcomm.collective import schedule
 from ftcomm.collective.algorithms import Algorithms
 from ftcomm.collective.operation import Operation, stamp_of
@@ -32,7 +32,7 @@ from ftcomm.transport.base import MirrorWriter
 from ftcomm.transport.segment import CHUNK as REAL_CHUNK
 from ftcomm.transport.segment import GATHERED, POSTED, SLOTS, SPAN, TAKEN, TAKEN_DOWN, TAKEN_UP, TREE, Segment
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.exchange_rig import DEADLINE, Caller, Rig, socket_pair
+from tests.rigs.exchange import DEADLINE, Caller, Rig, socket_pair
 
 ALWAYS = ((MEMBERS, EVER),)
 
@@ -80,8 +80,8 @@ def test_there_is_a_tree_between_hosts_beyond_16_members() -> None:
 def test_members_of_a_ring_say_that_they_have_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or one that has FTCOMM_ALGORITHM=ring alone would be waited for, and never hear why."""
     for members in (16, 17):
-        monkeypatch.setattr(tests.exchange_rig, "Segment", functools.partial(Segment, members=members))
-        said = {way: tests.exchange_rig.data_plane("tcp", algorithm=way)[1].here.tuning for way in ("auto", "ring")}
+        monkeypatch.setattr(tests.rigs.exchange, "Segment", functools.partial(Segment, members=members))
+        said = {way: tests.rigs.exchange.data_plane("tcp", algorithm=way)[1].here.tuning for way in ("auto", "ring")}
         assert differ(said["auto"], said["ring"]) == (members > 16), said
 
 
@@ -90,7 +90,7 @@ def test_members_of_a_small_ring_say_so_where_a_file_asks_for_a_tree(points: str
     """Of as few members as it names."""
     tuning = dataclasses.replace(BUILT_IN, **{points: ((5, 1 << 10), (MEMBERS, 0))})
     said = [
-        tests.exchange_rig.data_plane("tcp", algorithm=way, tuning=tuning)[1].here.tuning for way in ("auto", "ring")
+        tests.rigs.exchange.data_plane("tcp", algorithm=way, tuning=tuning)[1].here.tuning for way in ("auto", "ring")
     ]
     assert differ(*said)
 
@@ -101,7 +101,7 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def always(fan: int) -> None:
         tuning = dataclasses.replace(BUILT_IN, tree=ALWAYS, tree_on_one_host=ALWAYS, tree_fan=fan)
-        monkeypatch.setattr(tests.exchange_rig, "GroupView", functools.partial(GroupView, tuning=tuning))
+        monkeypatch.setattr(tests.rigs.exchange, "GroupView", functools.partial(GroupView, tuning=tuning))
 
     return always
 
@@ -296,7 +296,7 @@ def test_results_are_compared_whoever_asks_for_it(
     trees(2)
     with Rig(range(5), "tcp") as rig:
         for m in compares:
-            rig.members[m] = tests.exchange_rig.Member(m, verify=True)
+            rig.members[m] = tests.rigs.exchange.Member(m, verify=True)
         rig.view(range(5))
         for _ in range(12):
             ops = call(rig, lambda m: Operation(np.full(10, m, np.float32), "float32", "sum"))
@@ -311,7 +311,7 @@ def test_no_op_returns_before_who_compares_results_has_heard_of_it(
     """One that begins to read late would else wait for a member that has nothing left to do."""
     trees(2)
     with Rig(range(3), "tcp") as rig:
-        rig.members[2] = tests.exchange_rig.Member(2, verify=True)
+        rig.members[2] = tests.rigs.exchange.Member(2, verify=True)
         late: list[MirrorWriter] = []
         admit = rig.members[1].exchange.admit
         monkeypatch.setattr(

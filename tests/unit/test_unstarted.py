@@ -26,11 +26,11 @@ from ftcomm.control.unstarted import ASKERS, HOPELESS, UNSTARTED, NamedRank, Uns
 from ftcomm.control.views import Addresses
 from ftcomm.errors import SettingsError
 from ftcomm.settings import unstarted
-from tests.coordinator_script import TIMEOUTS, Script, joins
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import TIMEOUTS as GIVEN_TIMEOUTS
-from tests.opened import Conversation, open_socket
-from tests.peers_rig import DEADLINE
+from tests.rigs.asyncio_client import Conversation, open_socket
+from tests.rigs.coordinator_script import TIMEOUTS, Script, joins
+from tests.rigs.peers import DEADLINE
 
 WRONG = "rank 1 of replica 1 cannot start: FTCOMM_TRANSPORT='bogus'"
 

@@ -21,7 +21,7 @@ from ftcomm.control.handshake import Credentials
 from ftcomm.control.links import serve_messages
 from ftcomm.control.view_differences import CARRIERS, EncodedOnce, UntoldError, ViewsReceived, ViewsSent, difference
 from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
-from tests.sealed_rig import ends, records
+from tests.rigs.sealed_pair import ends, records
 
 RANKS = 3
 NOBODY = Member(9, "9.1", NO_ADDRESSES, True)

@@ -20,7 +20,7 @@ from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
-from tests.opened import open_socket
+from tests.rigs.asyncio_client import open_socket
 
 DEADLINE = 60.0  # s
 SECRET, GUESS = handshake.Credentials("secret"), handshake.Credentials("guess")

@@ -27,7 +27,7 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
 from ftcomm.control.witness import PURPOSE, Charge, Witness
-from tests.idle_data_plane import IdleDataPlane
+from tests.rigs.idle_data_plane import IdleDataPlane
 
 DEADLINE = 60.0
 NEVER = 600.0  # s, longer than any test

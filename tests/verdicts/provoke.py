@@ -25,7 +25,7 @@ from ftcomm.errors import FtcommError
 from ftcomm.launch.admin.client import AdminClient
 from ftcomm.launch.admin.protocol import Status
 from ftcomm.launch.diagnose import diagnose, place_of
-from tests.orphans import end_with_pytest
+from tests.rigs.orphan_watch import end_with_pytest
 from tests.verdicts.acts import BEGINS, COMMAND, FIFO, FULL, KEPT, LATE, TAKEN
 from tests.verdicts.kinds import CULPRIT, NAMED, StallKind, wrong
 

@@ -9,7 +9,7 @@ import pytest
 from ftcomm.transport.nixl.context import Nixl
 from ftcomm.transport.nixl.mirror import NixlMirror
 from ftcomm.transport.nixl.writer import NixlMirrorWriter
-from tests import nixl_queues
+from tests.rigs import nixl_queues
 from tests.unit.nixl.rig import Link
 
 

@@ -16,7 +16,7 @@ from ftcomm.transport.nixl.writer import NixlMirrorWriter
 from ftcomm.transport.segment import (
     Segment,
 )
-from tests.exchange_rig import DEADLINE, socket_pair
+from tests.rigs.exchange import DEADLINE, socket_pair
 
 EPOCH = 3
 BEGUN = EPOCH << COUNTER

@@ -20,7 +20,7 @@ from ftcomm.transport.segment import (
     CHUNK,
     SLOTS,
 )
-from tests.exchange_rig import socket_pair
+from tests.rigs.exchange import socket_pair
 from tests.unit.nixl.rig import EPOCH, NONCE, ExceptionPair, Link
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")

@@ -18,7 +18,7 @@ from ftcomm.transport.nixl.writer import NixlMirrorWriter
 from ftcomm.transport.segment import (
     POSTED,
 )
-from tests import nixl_queues
+from tests.rigs import nixl_queues
 from tests.unit.nixl.rig import BEGUN, EPOCH, Link, until, wait
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")

@@ -16,9 +16,9 @@ from ftcomm.control.links import listen
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
-from tests.idle_data_plane import IdleDataPlane
-from tests.leader_rig import Led
-from tests.peers_rig import CREDENTIALS, DEADLINE
+from tests.rigs.idle_data_plane import IdleDataPlane
+from tests.rigs.leader import Led
+from tests.rigs.peers import CREDENTIALS, DEADLINE
 
 
 class Relay:

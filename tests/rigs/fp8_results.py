@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ftcomm.kernels.dtypes import HOST_DTYPES
-from tests import fp8_definition as definition
+from tests.rigs import fp8_definition as definition
 
 
 def coded(inputs: Sequence[np.ndarray], dtype: str, op: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from ftcomm.control.leader_process import LeaderCharge, LeaderProcess
 from ftcomm.control.links import listen
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
-from tests.deadlines import DEADLINE
+from tests.rigs.deadlines import DEADLINE
 
 
 class Led:

@@ -7,7 +7,7 @@ import functools
 import gc
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("ftcomm", "control", "kernels", "bench")
 
 

@@ -50,7 +50,7 @@ from ftcomm.training.catchup import Fetch
 from ftcomm.training.replay import Replay
 from ftcomm.transport.segment import POSTED, TAKEN
 
-from . import inside, leader_points
+from . import kernel_stops, leader_points
 
 JOINING = ("connected", "known", "ready", "queued", "viewed", "told", "reaching", "entering", "entered", "agreeing")
 CHANGING = ("asked", "standing", "answered", "changed", "told", "entering", "entered")
@@ -111,7 +111,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     words = {POSTED: "posted", TAKEN: "taken"}
     before(Publisher, "publish", lambda self, word, count, **more: words.get(word) if count else None)
     if engine_kind(settings.engine).runs_ops:
-        inside.before_announce(at)
+        kernel_stops.before_announce(at)
     before(Fetch, "_open", "agreeing")
     before(Fetch, "_receive", "fetching")
     before(Replay, "load", "loading")

@@ -26,7 +26,7 @@ from ftcomm.transport.nixl import puts as nixl_puts
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
-from . import inside
+from . import kernel_stops
 from .bodies import reduce_forever
 from .job import Notes
 
@@ -71,8 +71,8 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
             if reached == place and now():
                 stop()
 
-        inside.before_announce(at)
-        inside.within_copies(at)
+        kernel_stops.before_announce(at)
+        kernel_stops.within_copies(at)
     elif place == "frame":
         send = TcpMirrorWriter.send
 

@@ -21,7 +21,7 @@ from ftcomm.groups.static_endpoint import Endpoint
 from ftcomm.groups.static_group import StaticGroup
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.tcp import mirror, writer
-from tests.exchange_rig import DEADLINE, Caller
+from tests.rigs.exchange import DEADLINE, Caller
 
 
 class Ranks:

@@ -14,8 +14,8 @@ from ftcomm.collective.operation import Operation
 from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
 from ftcomm.kernels.host.reduce import Reducer, operand
-from tests.coded import coded
-from tests.exchange_rig import DEADLINE, Caller, Rig
+from tests.rigs.exchange import DEADLINE, Caller, Rig
+from tests.rigs.fp8_results import coded
 
 HOWS = ("shm", "tcp", "alike", "mixed", "ring", "mixed ring", "hosts", "tcp hosts", "rows")
 

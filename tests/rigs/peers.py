@@ -17,7 +17,7 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.views import NO_ADDRESSES, Member
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import TIMEOUTS
-from tests.idle_data_plane import IdleDataPlane
+from tests.rigs.idle_data_plane import IdleDataPlane
 
 CREDENTIALS = handshake.Credentials("secret")
 DEADLINE = 60.0

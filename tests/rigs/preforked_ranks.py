@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 import tests.process.job  # noqa: F401
 from ftcomm.lab.netns.network import CLONE_NEWNET, call
-from tests.orphans import end_with_pytest
+from tests.rigs.orphan_watch import end_with_pytest
 
 _context = multiprocessing.get_context("forkserver")  # of tests.process.job, which says what it imports
 _NETWORK = "/proc/thread-self/ns/net"

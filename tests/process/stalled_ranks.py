@@ -7,7 +7,7 @@ from typing import Any
 from ftcomm.collective.adaptive_timeout import AdaptiveTimeouts
 from ftcomm.settings import Settings
 
-from .points import watch_points
+from .rank_points import watch_points
 
 
 def watch_late(settings: Settings, arguments: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
+from tests.rigs.ports import free_port
 
 STARTS = 60.0  # s that it may take to start
 

@@ -1,0 +1,1 @@
+"""Parts that tests share: what they drive, what they compare with, and what they start."""
