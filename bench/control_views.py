@@ -27,8 +27,8 @@ from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import leader as lead
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
-from ftcomm.control.gathered import RESUMED
 from ftcomm.control.limits import RANKS
+from ftcomm.control.replica_reports import RESUMED
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import EncodedOnce, ViewsReceived, ViewsSent
 from ftcomm.control.views import Address

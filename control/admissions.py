@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ftcomm.control import messages as m
-from ftcomm.control.admission import other_job, too_large
 from ftcomm.control.blame import Removal
 from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Close, Conn, CoordinatorAction, Keep, Log, Send, Unfit
 from ftcomm.control.decisions import Decisions
+from ftcomm.control.join_terms import other_job, too_large
 from ftcomm.control.joiner_messages import OVER, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink

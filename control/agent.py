@@ -27,7 +27,6 @@ from ftcomm.control.directory import Directory
 from ftcomm.control.failed_dials import cause_of, shortage
 from ftcomm.control.hopeless import ask_until_over
 from ftcomm.control.incoming import Handler, IncomingConnections
-from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_driver import LeaderDriver
 from ftcomm.control.leader_node import LeaderNode
@@ -38,6 +37,7 @@ from ftcomm.control.own_leader import OwnLeader
 from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
 from ftcomm.control.rank_errors import Gone, JoinError, why_broken, why_ended
+from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.running_time import RunningTime, RunningTimer
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
@@ -93,7 +93,7 @@ class Agent:
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
         self._on_start = on_start
         self._leading: LeaderDriver | None = None  # in this process
-        self._joined_to: Joined | None = None
+        self._with_leader: RankWithLeader | None = None
         self._leader_socket = leader_socket
         self._own_leader: OwnLeader | None = None  # a process that this rank has started
         if ranks == 1:
@@ -104,7 +104,7 @@ class Agent:
                 spawn=self._spawn,
                 trains=lambda: self.view is not None,
             )
-            self._joined_to = Joined(self._node, node)
+            self._with_leader = RankWithLeader(self._node, node)
             self._up = self._leading.up
         else:
             assert leader is not None
@@ -425,10 +425,10 @@ class Agent:
         self._listener = Listener(self._sock, self._credentials, self._incoming.serve, name=self.address.nonce)
         if self._own_leader is not None:
             self._spawn(self._watch_leader(self._own_leader))
-        if self._leading is None or self._joined_to is None:
+        if self._leading is None or self._with_leader is None:
             self._up.open(self._from_up)
         else:
-            self._do(self._joined_to.start)
+            self._do(self._with_leader.start)
             self._leading.open()
         self._spawn(
             ask_until_over(
@@ -446,8 +446,8 @@ class Agent:
             self.data_plane.wake()
 
     def _tick(self, now: float) -> None:
-        if self._joined_to is not None:
-            self._do(self._joined_to.tick, now)
+        if self._with_leader is not None:
+            self._do(self._with_leader.tick, now)
         else:
             self._do(self._node.beat, now)
             self._do(self._node.tick, now)
@@ -552,8 +552,8 @@ class Agent:
         """Tell the node of an event; returns its actions. With the lock, so that a thread that finds that the node has
         failed also finds why."""
         actions = event(*args)
-        if self._joined_to is not None:
-            actions = self._joined_to.carry(actions)
+        if self._with_leader is not None:
+            actions = self._with_leader.carry(actions)
         self._failed = next((action for action in actions if isinstance(action, act.Failed)), self._failed)
         return actions
 

@@ -38,11 +38,11 @@ from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
 from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.presence import Presence
+from ftcomm.control.probe_schedule import Accusation, Probe, ProbeOutcome
 from ftcomm.control.reconfiguration import Proposal
 from ftcomm.control.removals import Removals
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.suspects import Suspects
-from ftcomm.control.suspicion import Accusation, Probe, ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank, Unstarted
 from ftcomm.control.views import Address, Life, View

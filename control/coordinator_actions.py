@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ftcomm.control import messages as m
-from ftcomm.control.suspicion import Probe
+from ftcomm.control.probe_schedule import Probe
 from ftcomm.control.unstarted import Unstarted
 from ftcomm.control.views import View
 

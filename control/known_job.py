@@ -12,9 +12,9 @@ from ftcomm.control.job_views import JobViews
 from ftcomm.control.joiner_messages import ALONE
 from ftcomm.control.joiners import Joiners
 from ftcomm.control.leader_links import LeaderLinks
+from ftcomm.control.probe_schedule import Suspicions
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.severed import SeveredPairs
-from ftcomm.control.suspicion import Suspicions
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Life, Member, View
 

@@ -26,8 +26,8 @@ import msgspec
 
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
-from ftcomm.control.gathered import RESUMED, Installs, Losses, Resumptions
 from ftcomm.control.liveness import described
+from ftcomm.control.replica_reports import RESUMED, Installs, Losses, Resumptions
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View

@@ -13,8 +13,8 @@ from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import Told, serve_messages
 from ftcomm.control.probe import ProbeConnection
+from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.control.sealed import Channel
-from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.upward_link import UpwardLink

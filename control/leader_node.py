@@ -1,6 +1,6 @@
 """All that the leader of a replica does in the control plane. It is pure. It holds the `Leader`, and knows what must be
 told when, and what again. It runs in a process of its own (`ftcomm.control.leader_process`); in that of rank 0, if the
-replica has no other rank (`ftcomm.control.joined`).
+replica has no other rank (`ftcomm.control.rank_with_leader`).
 
     coordinator   the connection to it
     ranks         the connections of all ranks of the replica. Rank 0 has the links to the other leaders, so what goes

@@ -26,7 +26,7 @@ import msgspec
 from ftcomm.control import handshake, wire
 from ftcomm.control.links import connected
 from ftcomm.control.liveness import is_ending, ports, processes, unanswered
-from ftcomm.control.suspicion import Probe, ProbeOutcome
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome
 from ftcomm.control.views import Address, Life
 
 KERNEL = 1.0  # s for the kernel there to answer

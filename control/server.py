@@ -26,9 +26,9 @@ from ftcomm.control.liveness import boot, state_of
 from ftcomm.control.messages import Event
 from ftcomm.control.port import Port
 from ftcomm.control.probe import KERNEL, Prober
+from ftcomm.control.probe_schedule import Probe, Why
 from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
-from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import HOPELESS, UNSTARTED, NamedRank
 from ftcomm.control.view_differences import EncodedOnce

@@ -7,12 +7,12 @@ from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Close, Conn, CoordinatorAction, Log
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.lost_members import LostMembers
-from ftcomm.control.suspicion import Accusation, Conclusion, Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Accusation, Conclusion, Probe, ProbeOutcome, Why
 from ftcomm.control.views import Life
 
 
 class Suspects:
-    """The suspected processes: they are probed as `ftcomm.control.suspicion` says, and what is proved is acted on."""
+    """The suspected processes: they are probed as `ftcomm.control.probe_schedule` says; what is proved is acted on."""
 
     def __init__(self, known: KnownJob, changes: BoundaryChanges, lost: LostMembers, boot: str) -> None:
         """`boot` names the kernel of this host."""

@@ -13,9 +13,9 @@ from typing import Any
 from ftcomm.control import messages as m
 from ftcomm.control.data_plane import DataPlane, Unreachable
 from ftcomm.control.failed_dials import cause_of
-from ftcomm.control.gathered import RESUMED
 from ftcomm.control.peers import Peers
 from ftcomm.control.rank_node import RankNode
+from ftcomm.control.replica_reports import RESUMED
 from ftcomm.control.views import View
 
 WAKE_AGAIN = 0.001  # s between wake-ups of a data plane that goes to sleep just as it is frozen: one may be missed

@@ -8,7 +8,7 @@ from typing import Any
 from ftcomm.control import messages as m
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.suspicion import ProbeOutcome
+from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork

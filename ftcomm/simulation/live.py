@@ -24,9 +24,9 @@ from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 from ftcomm.errors import RemovedError
@@ -192,7 +192,7 @@ class Live:
         address = Address("host", 1, "boot", replica, 0, f"{replica:032x}")
         rank = n.RankNode(replica, 0, address, Timeouts.derive())
         leader = LeaderNode(replica, f"life-{replica}", 1, Timeouts.derive())
-        self._joined: Joined | None = Joined(rank, leader)
+        self._with_leader: RankWithLeader | None = RankWithLeader(rank, leader)
         self._saved: Hashable = None  # if `_joined` is None: most steps do not need it
         waiter, watch = Waiter(memories[replica].words, ASLEEP, 0), Watchdog(1.0, 1.0, 1.0, lambda: 0.0)
         self.member = GroupMember[Operation](replica, watch)
@@ -218,14 +218,14 @@ class Live:
         self.failed = False
 
     @property
-    def joined(self) -> Joined:
-        if self._joined is None:
-            self._joined = thaw(self._saved)
-        return self._joined
+    def with_leader(self) -> RankWithLeader:
+        if self._with_leader is None:
+            self._with_leader = thaw(self._saved)
+        return self._with_leader
 
     @property
     def node(self) -> n.RankNode:
-        return self.joined.rank
+        return self.with_leader.rank
 
     @property
     def flight(self) -> Inflight[Operation]:
@@ -246,7 +246,7 @@ class Live:
     def save(self) -> Hashable:
         save, member, ops = self._references.save, self.member, self.flight.ops
         return (
-            self._saved if self._joined is None else freeze(self._joined),
+            self._saved if self._with_leader is None else freeze(self._with_leader),
             save(self.core, _APART),
             save(member, _APART),
             save(member.inflight, ("ops",)),
@@ -278,7 +278,7 @@ class Live:
 
     def load(self, saved: Any) -> None:
         self._saved, core, member, flight, rosters, ops, stream, pending = saved
-        self._joined = None
+        self._with_leader = None
         load = self._references.load
         load(self.core, core, _APART)
         load(self.member, member, _APART)
@@ -409,7 +409,7 @@ class Live:
 
     def hear(self, message: m.Message) -> str:
         """A message of the coordinator. A change of view stops the exchange, and the others are told."""
-        self._do(self.joined.leader.from_coordinator(message))
+        self._do(self.with_leader.leader.from_coordinator(message))
         if isinstance(message, m.NewView):
             if self.failed:
                 return f"learns that it is not in view {message.view.epoch}, and fails its ops"
@@ -449,7 +449,7 @@ class Live:
         raise BrokenPromise(f"a false alarm at {self.replica}: {divergence}")
 
     def _do(self, actions: Sequence[InProcessAction]) -> None:
-        for action in self.joined.carry(actions):
+        for action in self.with_leader.carry(actions):
             if isinstance(action, ToCoordinator):
                 self.up.append(action.message)
             elif isinstance(action, n.ToPeer):

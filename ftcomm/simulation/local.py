@@ -16,7 +16,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control.leader import ToCoordinator
-from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import View
 from ftcomm.errors import FtcommError
@@ -295,5 +295,5 @@ class Coordination:
 
 def opening(live: Live) -> list[m.Message]:
     """Returns what a member says to the coordinator first."""
-    live.joined.start()
-    return [action.message for action in live.joined.leader.opened() if isinstance(action, ToCoordinator)]
+    live.with_leader.start()
+    return [action.message for action in live.with_leader.leader.opened() if isinstance(action, ToCoordinator)]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ftcomm.control import messages as m
-from ftcomm.control.suspicion import ProbeOutcome
+from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.control.view_differences import ViewsReceived, ViewsSent
 from ftcomm.simulation.mirror import NoConnection, TinySocket
 from ftcomm.simulation.world import Process, World

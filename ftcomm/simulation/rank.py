@@ -25,9 +25,9 @@ from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.failed_dials import Cause
-from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import FtcommError, RemovedError
@@ -99,7 +99,7 @@ class SimulatedRank(Process):
         self.node = n.RankNode(replica, index, address, timeouts)
         # In rank 0. If there are others, it belongs to a process of its own.
         self.leader = LeaderNode(replica, incarnation, ranks, timeouts) if index == 0 else None
-        self._joined = Joined(self.node, self.leader) if self.leader is not None and ranks == 1 else None
+        self._with_leader = RankWithLeader(self.node, self.leader) if self.leader is not None and ranks == 1 else None
         self._leader_port = leader_port
         self._on_exit = on_exit
         self._up: SimulatedLink | None = None
@@ -119,11 +119,11 @@ class SimulatedRank(Process):
 
     def start(self) -> None:
         self.say("starts on host %s", self.host)
-        if self._joined is None:
+        if self._with_leader is None:
             self._up = self._link_up(self._leader_port)
         else:
-            self.do(self._joined.start())
-            self._up = self._link_to_coordinator(self._joined.leader)
+            self.do(self._with_leader.start())
+            self._up = self._link_to_coordinator(self._with_leader.leader)
         self._tick()
 
     def _link_to_coordinator(self, leader: LeaderNode) -> SimulatedLink:
@@ -226,8 +226,8 @@ class SimulatedRank(Process):
         if self.gone:
             return
         self._look()
-        if self._joined is not None:
-            self.do(self._joined.tick(self.clock()))
+        if self._with_leader is not None:
+            self.do(self._with_leader.tick(self.clock()))
         else:
             self.do(self.node.beat(self.clock()))
             self.do(self.node.tick(self.clock()))
@@ -239,7 +239,7 @@ class SimulatedRank(Process):
         """Look whose kernels answer, before anything more is sent to them."""
         now = self.clock()
         above = None if self._up is None else self._up.unanswered()
-        if above is not None and self._joined is None:
+        if above is not None and self._with_leader is None:
             self.do(self.node.up_acknowledged(now - above))
         peers = {replica: link.unanswered() for replica, (_, link) in self._links.items()}
         known = {replica: seconds for replica, seconds in peers.items() if seconds is not None}
@@ -252,7 +252,7 @@ class SimulatedRank(Process):
 
     def do(self, actions: Sequence[InProcessAction]) -> None:
         """Carry out what a node wants."""
-        for action in actions if self._joined is None else self._joined.carry(actions):
+        for action in actions if self._with_leader is None else self._with_leader.carry(actions):
             match action:
                 case n.Up(message) | ToCoordinator(message):
                     if self._up is not None:

@@ -18,10 +18,10 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.member import Phase
+from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Addresses, Member, View
 from tests.fuzz.choices import ADDRESS, WORDS, Choices, message
@@ -116,11 +116,11 @@ class Ranked:
         self.rank = choices.number() % 2
         self.node = n.RankNode(0, self.rank, ADDRESS, TIMEOUTS)
         self.leader = LeaderNode(0, "a0", 2, TIMEOUTS)
-        self.joined = Joined(self.node, self.leader) if self.rank == 0 else None
+        self.with_leader = RankWithLeader(self.node, self.leader) if self.rank == 0 else None
         self.epoch = 0
         self.freeze: View | None = None
         self.entering: View | None = None
-        self.check(self.joined.start() if self.joined is not None else [])
+        self.check(self.with_leader.start() if self.with_leader is not None else [])
 
     def view(self) -> View:
         """An honest one, so that something is there to be upset."""
@@ -172,12 +172,12 @@ class Ranked:
 
     def from_up(self, message: m.Message) -> None:
         """What the coordinator says to the leader, or the leader to rank 1."""
-        self.check(self.node.from_up(message) if self.joined is None else self.leader.from_coordinator(message))
-        if self.joined is None:
+        self.check(self.node.from_up(message) if self.with_leader is None else self.leader.from_coordinator(message))
+        if self.with_leader is None:
             self.check(self.leader.from_coordinator(message))
 
     def check(self, actions: Sequence[InProcessAction]) -> None:
-        for action in actions if self.joined is None else self.joined.carry(actions):
+        for action in actions if self.with_leader is None else self.with_leader.carry(actions):
             if isinstance(action, n.Up | n.ToPeer | ToCoordinator | ToRank):
                 sendable(action.message)
             elif isinstance(action, act.Freeze):

@@ -21,7 +21,7 @@ from ftcomm.collective.resume import resume_tasks
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import CoordinatorAction, Persist, Send
-from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses
 from ftcomm.kernels.host.reduce import reduce

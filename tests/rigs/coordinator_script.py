@@ -10,7 +10,7 @@ from typing import Any
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Persist, Send, Unfit
-from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, View
 

@@ -7,9 +7,9 @@ from typing import Any
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
+from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
 
@@ -33,9 +33,9 @@ class Process:
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank = n.RankNode(0, rank, address(0, rank), TIMEOUTS)
         self.leader = LeaderNode(0, "life-0", ranks, TIMEOUTS)
-        self.joined = Joined(self.rank, self.leader) if rank == 0 else None
-        if self.joined is not None:
-            self.joined.start()
+        self.with_leader = RankWithLeader(self.rank, self.leader) if rank == 0 else None
+        if self.with_leader is not None:
+            self.with_leader.start()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.rank, name)
@@ -44,23 +44,23 @@ class Process:
     def _done(self, result: Any) -> Any:
         if not isinstance(result, list):
             return result
-        actions = result if self.joined is None else self.joined.carry(result)
+        actions = result if self.with_leader is None else self.with_leader.carry(result)
         return [n.Up(action.message) if isinstance(action, ToCoordinator) else action for action in actions]
 
     def up_opened(self) -> list[InProcessAction]:
-        return self._done(self.rank.up_opened() if self.joined is None else self.leader.opened())
+        return self._done(self.rank.up_opened() if self.with_leader is None else self.leader.opened())
 
     def up_lost(self, reason: str, **how: bool) -> list[InProcessAction]:
-        return self._done(self.rank.up_lost(reason, **how) if self.joined is None else self.leader.lost())
+        return self._done(self.rank.up_lost(reason, **how) if self.with_leader is None else self.leader.lost())
 
     def from_up(self, message: m.Message) -> list[InProcessAction]:
-        told = self.rank.from_up if self.joined is None else self.leader.from_coordinator
+        told = self.rank.from_up if self.with_leader is None else self.leader.from_coordinator
         return self._done(told(message))
 
     def tick(self, now: float) -> list[InProcessAction]:
-        if self.joined is None:
+        if self.with_leader is None:
             return [*self.rank.beat(now), *self.rank.tick(now)]
-        return self._done(self.joined.tick(now))
+        return self._done(self.with_leader.tick(now))
 
     def from_rank(self, shard: int, message: m.Message, now: float) -> list[InProcessAction]:
         return self._done(self.leader.from_rank(shard, message, now))

@@ -20,7 +20,7 @@ from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
-from ftcomm.control.suspicion import Probe, ProbeOutcome
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 

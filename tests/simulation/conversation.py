@@ -32,10 +32,10 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
+from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Member, View
 
@@ -69,7 +69,7 @@ class Rank:
         self.name = f"{life}.{index}" if ranks > 1 else life
         self.address = address
         self.node = n.RankNode(replica, index, address, TIMEOUTS)
-        self.joined = Joined(self.node, LeaderNode(replica, life, ranks, TIMEOUTS)) if index == 0 else None
+        self.with_leader = RankWithLeader(self.node, LeaderNode(replica, life, ranks, TIMEOUTS)) if index == 0 else None
         self.alive, self.stopped = True, False
         self.state = "joining"  # preparing, computing, boundary, op, finished, left, failed
         self.goal = 0  # the script runs until it has finished the step before this one
@@ -85,8 +85,8 @@ class Rank:
 
     @property
     def leader(self) -> LeaderNode:
-        assert self.joined is not None
-        return self.joined.leader
+        assert self.with_leader is not None
+        return self.with_leader.leader
 
     @property
     def runs(self) -> bool:
@@ -186,8 +186,8 @@ class Conversation:
         address = Address(f"host{replica}", 1, f"boot{replica}", lives + 1, 0, f"{number:016x}{lives:016x}")
         self.lives[life] = [Rank(number, index, self._ranks, life, address) for index in range(self._ranks)]
         for rank in self.lives[life]:
-            if rank.joined is not None:
-                self._do(rank, rank.joined.start())
+            if rank.with_leader is not None:
+                self._do(rank, rank.with_leader.start())
             self._link_up(rank)
 
     def do_ready(self, replica: str) -> None:
@@ -304,8 +304,8 @@ class Conversation:
         self._answer()
         for rank in self._all():
             if rank.runs and rank.state not in ("failed",):
-                if rank.joined is not None:
-                    self._do(rank, rank.joined.tick(self.now))
+                if rank.with_leader is not None:
+                    self._do(rank, rank.with_leader.tick(self.now))
                 else:
                     self._do(rank, rank.node.beat(self.now))
                     self._do(rank, rank.node.tick(self.now))
@@ -538,7 +538,7 @@ class Conversation:
     def _do(self, rank: Rank, actions: Sequence[InProcessAction]) -> None:
         if not rank.alive:
             return
-        for action in actions if rank.joined is None else rank.joined.carry(actions):
+        for action in actions if rank.with_leader is None else rank.with_leader.carry(actions):
             if isinstance(action, ToCoordinator):
                 self._to_coordinator(rank, action.message)
             elif isinstance(action, n.Up):

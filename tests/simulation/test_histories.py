@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import messages as m
-from ftcomm.control.joined import InProcessAction, Joined
 from ftcomm.control.rank_node import ToPeer
+from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.removals import LINGER
 from ftcomm.simulation.history import run
 from ftcomm.simulation.job import Replica, SimulatedJob
@@ -111,9 +111,9 @@ def test_who_leaves_and_was_not_heard_by_all_is_not_waited_for(monkeypatch: pyte
     job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.conditions), promises)
     job.start()
     leaver = job.replicas[2]
-    carry, lost = Joined.carry, list[m.Boundary]()
+    carry, lost = RankWithLeader.carry, list[m.Boundary]()
 
-    def reaches_one(self: Joined, actions: Sequence[InProcessAction]) -> list[InProcessAction]:
+    def reaches_one(self: RankWithLeader, actions: Sequence[InProcessAction]) -> list[InProcessAction]:
         wanted = carry(self, actions)
         said = [x for x in wanted if isinstance(x, ToPeer) and isinstance(x.message, m.Boundary) and x.replica > 0]
         unheard = [x for x in said if self.rank is leaver.ranks[0].node and x.message.view is not None]
@@ -124,7 +124,7 @@ def test_who_leaves_and_was_not_heard_by_all_is_not_waited_for(monkeypatch: pyte
         promises.excuse(leaver.ranks[0].incarnation, "asked to leave")
         leaver.ranks[0].do(leaver.ranks[0].node.tell(m.Leave()))
 
-    monkeypatch.setattr(Joined, "carry", reaches_one)
+    monkeypatch.setattr(RankWithLeader, "carry", reaches_one)
     world.after(0.6, None, leave)
     world.run(until=0.6 + LINGER + 2.0)
     assert len(lost) == 2

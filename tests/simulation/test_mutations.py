@@ -36,7 +36,6 @@ from ftcomm.control.admissions import Admissions
 from ftcomm.control.blame import Blame
 from ftcomm.control.decisions import Decisions
 from ftcomm.control.detector import Detector
-from ftcomm.control.gathered import Losses
 from ftcomm.control.job_views import JobViews
 from ftcomm.control.leader import Leader
 from ftcomm.control.leader_node import LeaderNode
@@ -45,6 +44,7 @@ from ftcomm.control.member import Machine
 from ftcomm.control.rank_node import RankNode
 from ftcomm.control.reconfiguration import Proposal, contributing
 from ftcomm.control.removals import Removals
+from ftcomm.control.replica_reports import Losses
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.sealed import TAG
 from ftcomm.control.suspects import Suspects

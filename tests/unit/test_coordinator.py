@@ -10,8 +10,8 @@ from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Log, Persist, Send
 from ftcomm.control.limits import EPOCHS
+from ftcomm.control.probe_schedule import PAUSE, Probe, ProbeOutcome, Suspicions, Why
 from ftcomm.control.script_end import ScriptEnd
-from ftcomm.control.suspicion import PAUSE, Probe, ProbeOutcome, Suspicions, Why
 from ftcomm.control.views import Address, Addresses, Member
 from tests.rigs.coordinator_script import (
     CHAIN,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ftcomm.control import messages as m
+from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.control.severed import MOST
-from ftcomm.control.suspicion import ProbeOutcome
 from tests.rigs.coordinator_script import Script
 
 

@@ -9,8 +9,8 @@ from ftcomm.control.blame import BOUNDARY
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Close, Log
 from ftcomm.control.joiner_messages import ALONE, MUTE, WAITS
+from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.control.removals import LINGER
-from ftcomm.control.suspicion import ProbeOutcome
 from ftcomm.control.views import Address, Addresses
 from tests.rigs.coordinator_script import (
     CHAIN,

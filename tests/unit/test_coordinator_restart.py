@@ -8,7 +8,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Close, CoordinatorAction, Log, Persist, Unfit
 from ftcomm.control.known_job import EARLY
-from ftcomm.control.suspicion import ProbeOutcome
+from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.control.views import Address, Addresses
 from tests.rigs.coordinator_script import (
     CHAIN,

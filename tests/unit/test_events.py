@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ftcomm.control.gathered import RESUMED
+from ftcomm.control.replica_reports import RESUMED
 from tests.rigs.sources import ROOT, files, name, nodes
 
 ELSEWHERE = {"demo", "lab", "simulation"}

@@ -127,7 +127,7 @@ def test_long_floods_are_not_remembered() -> None:
     while ranked.choices:
         ranked.step()
     assert entries(told.machine) < 1000
-    assert entries(ranked.joined) < 20_000
+    assert entries(ranked.with_leader) < 20_000
 
 
 def test_a_leader_answers_for_a_bounded_number_of_proposals_and_members_hear_of_a_bounded_number_of_epochs() -> None:
@@ -150,10 +150,10 @@ def test_a_leader_hears_members_only() -> None:
     ranked.check(ranked.node.quiesced(view.epoch, m.Progress(0, ())))
     ranked.check(ranked.node.entered(view))
     ranked.from_up(m.Prepare(1 << 40, 1, 100))
-    before = entries(ranked.joined)
+    before = entries(ranked.with_leader)
     for replica in range(5, 1000):
         ranked.check(ranked.node.from_peer(m.Boundary(replica, 1, 1 << 40, None), 0.0))
-    assert entries(ranked.joined) == before
+    assert entries(ranked.with_leader) == before
 
 
 def test_the_seeds_are_of_all_kinds() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from ftcomm.control import messages as m
-from ftcomm.control.gathered import PER_BEAT, RESUMED, Installs, Losses, Resumptions
+from ftcomm.control.replica_reports import PER_BEAT, RESUMED, Installs, Losses, Resumptions
 from tests.rigs.rank_node import view
 
 

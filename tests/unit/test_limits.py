@@ -15,11 +15,11 @@ import pytest
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
-from ftcomm.control import admission, wire
+from ftcomm.control import join_terms, wire
 from ftcomm.control import messages as m
-from ftcomm.control.admission import too_large
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Log, Persist, Send
+from ftcomm.control.join_terms import too_large
 from ftcomm.control.limits import IN_FLIGHT, MEMBERS, RANKS
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
@@ -108,7 +108,7 @@ def test_a_view_that_no_message_can_carry() -> None:
 def test_what_is_admitted_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """With messages of a megabyte, so that the job is small."""
     most = 1 << 20
-    monkeypatch.setattr(admission, "MAX_MESSAGE", most)
+    monkeypatch.setattr(join_terms, "MAX_MESSAGE", most)
     replicas = 16
     ranks = next(n for n in range(4000, 100, -100) if not too_large(_join(0, n), replicas))
     coordinator = Coordinator(replicas, ranks, TIMEOUTS, views=[], now=0.0, lifetime=1)

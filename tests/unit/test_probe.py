@@ -14,9 +14,9 @@ import pytest
 from ftcomm.control import handshake, liveness, probe, wire
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.peers import Peers
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
-from ftcomm.control.suspicion import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
 from tests.rigs.agents import Relay

@@ -1,4 +1,4 @@
-"""The leader of a replica and its rank 0 in one process. What they tell each other needs no connection. Pure."""
+"""A rank and the leader of its replica in one process: what they tell each other needs no connection. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ftcomm.control.leader_node import LeaderNode
 InProcessAction = n.RankAction | ToCoordinator | ToRank
 
 
-class Joined:
+class RankWithLeader:
     """Carries what `rank` and `leader` say to each other, as their driver calls one or the other. Not thread-safe."""
 
     def __init__(self, rank: n.RankNode, leader: LeaderNode) -> None:
