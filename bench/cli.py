@@ -37,7 +37,7 @@ class Experiments(LazyGroup):
         "process-group": ("process_group", "Time what the process group of torch adds to a step of DDP."),
         "recovery": ("recovery", "Take a replica out of an all-reduce, and time what the others do."),
         "reduce": ("collective:REDUCE", "Reduce: the sum of all on rank 0."),
-        "reduce_scatter": ("collective:REDUCE_SCATTER", "Reduce-scatter: on each rank one part of the sum of all."),
+        "reduce-scatter": ("collective:REDUCE_SCATTER", "Reduce-scatter: on each rank one part of the sum of all."),
         "rejoin": ("rejoin", "Kill a training replica, and see what the others notice of its return."),
         "scatter": ("collective:SCATTER", "Scatter: from rank 0 a part to each."),
         "stragglers": ("stragglers", "Ask who is slow while all are alike, then make one slower."),

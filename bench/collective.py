@@ -580,7 +580,7 @@ def _experiment(name: str, said: str) -> Experiment:
     )
     request.__doc__ = f"{said}\n\n{inspect.getdoc(CollectiveRequest)}"
     return Experiment(
-        name,
+        name.replace("_", "-"),
         request,
         measure,
         [Table("rows", CollectiveRow)],

@@ -42,7 +42,7 @@ from ftcomm.control.running_time import RunningTime, RunningTimer
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import AWAITED_EVERY, Timeouts
-from ftcomm.control.unstarted import NamedRank, turn
+from ftcomm.control.unstarted import NamedRank, asking_times
 from ftcomm.control.upward_link import News, UpwardLink
 from ftcomm.control.view_entry import ViewEntry
 from ftcomm.control.views import Address, View
@@ -83,7 +83,7 @@ class Agent:
         self._coordinator, self._credentials = coordinator, credentials
         self._ranks = ranks
         self._me = NamedRank.of(replica, shard, leader)
-        self._turn = turn(shard, ranks, timeouts.heartbeat)
+        self._asking = asking_times(shard, ranks, timeouts.heartbeat)
         self._sock, self.address = sock, address
         self._timeouts = timeouts
         self._node = n.RankNode(replica, shard, address, timeouts, replicas, ranks)
@@ -432,7 +432,7 @@ class Agent:
             self._leading.open()
         self._spawn(
             ask_until_over(
-                *(self._me, self._coordinator, self._credentials, self._turn),
+                *(self._me, self._coordinator, self._credentials, self._asking),
                 over=lambda: self._up.link is None or self._knows_job,
                 alone=lambda: self._leading is not None or not self._is_up,  # else the leader tells it
                 tell=self._hopeless,

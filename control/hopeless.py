@@ -18,20 +18,20 @@ async def ask_until_over(
     me: NamedRank,
     coordinator: tuple[str, int],
     credentials: handshake.Credentials,
-    turn: tuple[float, float],
+    times: tuple[float, float],
     *,
     over: Callable[[], bool],
     alone: Callable[[], bool],
     tell: Callable[[m.Removed], None],
     started: float,
 ) -> None:
-    """Ask after the two times of `turn`, in seconds: first, and from then on in between, until it is `over`. It asks
+    """Ask after the two `times`, in seconds: first, and from then on in between, until it is `over`. It asks
     only while the rank is `alone`, and nobody else would tell it. `tell` gets an answer that there is no hope.
     `started`: when the process of the rank has (`ftcomm.control.liveness.started`).
 
     The coordinator cannot tell it unasked: it has connections with leaders alone, and would need one for each rank.
     """
-    first, pause = turn
+    first, pause = times
     await asyncio.sleep(first)
     while not over():
         if alone():

@@ -42,7 +42,7 @@ from ftcomm.control.liveness import state_of
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.tls import Files, Tls
-from ftcomm.control.unstarted import NamedRank, turn
+from ftcomm.control.unstarted import NamedRank, asking_times
 from ftcomm.control.wait_for import wait_for
 
 log = logging.getLogger("ftcomm.control")
@@ -104,7 +104,7 @@ class LeaderProcess:
         self._spawn(
             ask_until_over(
                 *(self._charge.rank, self._charge.coordinator, self._credentials),
-                turn(0, self._charge.ranks, self._charge.timeouts.heartbeat),
+                asking_times(0, self._charge.ranks, self._charge.timeouts.heartbeat),
                 over=lambda: any(view is not None for view in self.node.views),
                 alone=lambda: True,
                 tell=lambda told: self._do(self.node.from_coordinator, told),

@@ -102,7 +102,7 @@ class UnstartedRanks:
         return ""
 
 
-def turn(shard: int, ranks: int, heartbeat: float) -> tuple[float, float]:
+def asking_times(shard: int, ranks: int, heartbeat: float) -> tuple[float, float]:
     """Returns after how many seconds a rank begins to ask whether it waits in vain, and how often it does.
 
     The leader asks at once, and once a heartbeat timeout. The others give it one to come, and then take turns, so that

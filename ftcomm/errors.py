@@ -8,7 +8,7 @@ from typing import TypeVar
 E = TypeVar("E", bound=BaseException)
 
 
-def fresh(error: E) -> E:
+def copy_of(error: E) -> E:
     """Returns a copy of an error, to be raised in one place of several. An error that was raised keeps alive all that
     ran there, and so maybe itself and the memory of its group."""
     try:

@@ -274,7 +274,7 @@ class Publisher:
         closes the others."""
         kept = []
         for reader in self._readers:
-            if nonces.get(reader.replica) == reader.nonce and reader.turn():
+            if nonces.get(reader.replica) == reader.nonce and reader.end_epoch():
                 kept.append(reader)
                 continue
             with contextlib.suppress(OSError):
@@ -334,7 +334,7 @@ def _wake(peers: Sequence[Peer], address: int, asleep_on: int) -> None:
     for peer in peers:
         asleep = peer.heard[ASLEEP]
         if asleep == IN_POLL:
-            peer.ring()
+            peer.wake()
         elif not woken and asleep == asleep_on:
             wake(address)  # wakes all that sleep on it
             woken = True

@@ -302,7 +302,7 @@ def left(
 
 
 @lru_cache(maxsize=4096)
-def fresh(schedule: Schedule, members: tuple[int, ...], itemsize: int) -> tuple[Batch, ...] | Lost:
+def from_start(schedule: Schedule, members: tuple[int, ...], itemsize: int) -> tuple[Batch, ...] | Lost:
     """Returns the batches of an op of which no member holds anything. At least one: an op without any still compares
     calls."""
     return batches(schedule, left(schedule, members, {}), members, itemsize) or NOTHING

@@ -11,7 +11,7 @@ from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.operation import Operation, call_of, describe
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, holdings
-from ftcomm.collective.schedule import NOTHING, Batch, Lost, Schedule, batches, fresh, left
+from ftcomm.collective.schedule import NOTHING, Batch, Lost, Schedule, batches, from_start, left
 from ftcomm.control.messages import Progress
 from ftcomm.errors import LostError
 
@@ -70,7 +70,7 @@ class ScheduledOperation(Operation):
             self.tasks = ()
             return
         if self.left is None:
-            made = fresh(self.schedule, view.members, self.itemsize)
+            made = from_start(self.schedule, view.members, self.itemsize)
         else:
             made = batches(self.schedule, self.left, view.members, self.itemsize)
         self.doom = None

@@ -16,7 +16,7 @@ from ftcomm.arrays.flat import NONE, Flat, plain
 from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import Operation
 from ftcomm.engines.base import CallEngine, CollectiveCall
-from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, fresh
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, copy_of
 from ftcomm.kernels.call_codes import COMPRESSIONS, UNKNOWN
 from ftcomm.kernels.dtypes import BYTES
 from ftcomm.p2p.calls import Messages
@@ -70,7 +70,7 @@ class Work:
 
     def _finish(self) -> Any:
         if self._op.error is not None:
-            raise fresh(self._op.error)
+            raise copy_of(self._op.error)
         if self._series is not None:
             self._series.check()
         if self._to_finish is not None:

@@ -224,13 +224,13 @@ class Group(Calls):
 
     def _check_loop(self) -> None:
         """Raise `FtcommError` if the others have this call behind them."""
-        inside = self.internals
-        if not inside.behind or self._exchange.capturing:
+        internals = self.internals
+        if not internals.behind or self._exchange.capturing:
             return
         raise FtcommError(
-            f"{self._named()} comes back to a job that is in step loop {inside.loop_of_job} of the script, and has "
-            f"entered {inside.loop} so far. The others make this call no more; move it into a step loop, or behind the "
-            "last one"
+            f"{self._named()} comes back to a job that is in step loop {internals.loop_of_job} of the script, and has "
+            f"entered {internals.loop} so far. The others make this call no more; move it into a step loop, or behind "
+            "the last one"
         )
 
     def _when(self) -> tuple[int, int]:
@@ -385,9 +385,9 @@ class Group(Calls):
 
     def _exchanges(self) -> list[GroupExchange[Any]]:
         """Returns those of this group and of its subgroups."""
-        return [self._exchange, *(inside.exchange for inside in self._inside_subgroups())]
+        return [self._exchange, *(internals.exchange for internals in self._internals_of_subgroups())]
 
-    def _inside_subgroups(self) -> list[SubgroupInternals]:
+    def _internals_of_subgroups(self) -> list[SubgroupInternals]:
         return [subgroup.internals for subgroup in self._subgroups]
 
     def contributed(self) -> tuple[int, ...]:
@@ -400,7 +400,7 @@ class Group(Calls):
         """
         own_process()
         told = []
-        of_all = (inside.exchange for inside in self._inside_subgroups() if inside.of_all)
+        of_all = (internals.exchange for internals in self._internals_of_subgroups() if internals.of_all)
         for exchange in (self._exchange, *of_all):
             exchange.wait_all(None)
             told.append(exchange.common())
@@ -448,7 +448,7 @@ class Group(Calls):
         from ftcomm.groups.subgroup_internals import SubgroupInternals
 
         own_process()
-        inside = SubgroupInternals(
+        internals = SubgroupInternals(
             self,
             name,
             replicas,
@@ -458,11 +458,11 @@ class Group(Calls):
             on_failed=self._failed,
             on_divergence=self._diverged,
         )
-        made = Subgroup(inside, self._left)
+        made = Subgroup(internals, self._left)
         with self._replacing:
             self._subgroups = (*self._subgroups, made)
         try:
-            inside.begin(self.settings.init_timeout)
+            internals.begin(self.settings.init_timeout)
         except BaseException:
             made.close()
             raise

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ftcomm.settings import Settings
     from ftcomm.transport.router import ConnectionRouter
 
+INTRA_REPLICA = "intra-replica"  # the purpose of connections between the ranks of one replica
+
 
 class OpenLoop(Protocol):
     """A step loop, as a group knows it."""
@@ -47,7 +49,7 @@ class JobMember(Protocol):
 
 
 class Internals:
-    """The inside of one group, as `Group.internals`.
+    """The internals of one group, as `Group.internals`.
 
     port, router: where this rank listens, and what deals the connections out to its communicators.
     exchange: runs its ops; what kind it is depends on the engine.
@@ -87,7 +89,9 @@ class Internals:
         self.port, self.router, self.exchange, self.op_timeout = port, router, exchange, op_timeout
         self.may_call, self.when, self.stood = may_call, when, stood
         self.next_boundary = next_boundary
-        agent.serve("inside", lambda channel, fields: channel.close())  # until the script comes to such an exchange
+        agent.serve(
+            INTRA_REPLICA, lambda channel, fields: channel.close()
+        )  # until the script comes to such an exchange
         self.catching_up = self.outside = False
         self.lag = self.loop = self.intra_replica_exchanges = 0
         self.step_loop: OpenLoop | None = None

@@ -49,11 +49,11 @@ class StaticGroup(Calls):
 
     _exchange: Exchange
 
-    def __init__(self, inside: StaticGroupInternals) -> None:
-        self.internals = inside
-        super().__init__(inside.me, HostCalls(len(inside.roster)), inside.exchange)
-        self.name, self.roster, self.op_timeout = inside.name, inside.roster, inside.op_timeout
-        self._p2p = inside.p2p
+    def __init__(self, internals: StaticGroupInternals) -> None:
+        self.internals = internals
+        super().__init__(internals.me, HostCalls(len(internals.roster)), internals.exchange)
+        self.name, self.roster, self.op_timeout = internals.name, internals.roster, internals.op_timeout
+        self._p2p = internals.p2p
 
     @classmethod
     def in_job(
@@ -95,7 +95,7 @@ class StaticGroup(Calls):
         )
         timeout = settings.init_timeout if timeout is None else timeout
         replicas = [replica for replica, _ in pairs]
-        inside = StaticGroupInternals(
+        internals = StaticGroupInternals(
             *(name, me, infos, group.internals.router, terms),
             transport=settings.transport,
             deadlines=_deadlines(op_timeout, settings.timeouts),
@@ -104,7 +104,7 @@ class StaticGroup(Calls):
             job=group,
             replicas=replicas,
         )
-        return cls(inside)
+        return cls(internals)
 
     @classmethod
     def from_handles(
@@ -131,14 +131,14 @@ class StaticGroup(Calls):
         data = os.environ.get("FTCOMM_DATA", "none")
         check_data(data)
         terms = Terms((endpoint.host, endpoint.port), data)
-        inside = StaticGroupInternals(
+        internals = StaticGroupInternals(
             *(name, me, infos, endpoint.router, terms),
             transport=transport,
             deadlines=_deadlines(op_timeout),
             op_timeout=op_timeout,
             timeout=timeout,
         )
-        return cls(inside)
+        return cls(internals)
 
     def __str__(self) -> str:
         return str(self.internals)

@@ -23,7 +23,7 @@ from ftcomm.control.running_time import RunningTime, RunningTimer
 from ftcomm.control.views import View
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostEngine
-from ftcomm.errors import ArgumentError, FtcommError, TransportError, fresh
+from ftcomm.errors import ArgumentError, FtcommError, TransportError, copy_of
 from ftcomm.groups.communicator import Communicator, Terms, closed
 from ftcomm.groups.static_pairs import Arrivals, Pairs, PeerInfo, discard, meet
 from ftcomm.membership.static import (
@@ -57,7 +57,7 @@ _CLOSING_HEARD = 5.0  # s in which a member that cannot be reached may say that 
 
 
 class StaticGroupInternals:
-    """The inside of one static group, as `StaticGroup.internals`, for the router and `StaticGroup` itself.
+    """The internals of one static group, as `StaticGroup.internals`, for the router and `StaticGroup` itself.
 
     name, me, roster, op_timeout: as `StaticGroup` says them; `me` is the rank of this member.
     exchange, p2p: run its ops and its messages.
@@ -133,7 +133,7 @@ class StaticGroupInternals:
                 self.job_entered(job.view)
             self._begin(timeout)
         except BaseException as error:
-            self._broken(fresh(error))
+            self._broken(copy_of(error))
             if self._pairs.join():
                 communicator.forget()
             raise
@@ -201,7 +201,7 @@ class StaticGroupInternals:
             communicator.enter(communicator.plan(view), dict.fromkeys(self.roster, Progress(0, ())))
         if self._membership.is_over:  # a member was lost meanwhile; if one has closed the group, messages go on
             assert self.error is not None
-            raise fresh(self.error)
+            raise copy_of(self.error)
 
     def _has_closed(self, member: int) -> bool:
         """Whether a member that cannot be reached has closed the group before any op, so that no op needs it. What it

@@ -28,10 +28,10 @@ class Subgroup(Calls):
     _exchange: Exchange
     _p2p: JobProgressEngine
 
-    def __init__(self, inside: SubgroupInternals, on_closed: Callable[[Subgroup], None]) -> None:
-        self.internals, self._on_closed = inside, on_closed
-        super().__init__(inside.replica, HostCalls(inside.size), inside.exchange)
-        self.name, self.replica, self._p2p = inside.name, inside.replica, inside.p2p
+    def __init__(self, internals: SubgroupInternals, on_closed: Callable[[Subgroup], None]) -> None:
+        self.internals, self._on_closed = internals, on_closed
+        super().__init__(internals.replica, HostCalls(internals.size), internals.exchange)
+        self.name, self.replica, self._p2p = internals.name, internals.replica, internals.p2p
 
     def __str__(self) -> str:
         return str(self.internals)

@@ -34,7 +34,7 @@ from ftcomm.control.sealed import Connection
 from ftcomm.control.views import Address, View
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostEngine
-from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError, fresh
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError, copy_of
 from ftcomm.groups.communicator import Communicator, Terms, closed
 from ftcomm.membership.derived import (
     AskMember,
@@ -73,7 +73,7 @@ FRAMES: Framing[SubgroupProgress | Left] = Framing(SubgroupProgress | Left, wire
 
 
 class SubgroupInternals:
-    """The inside of one subgroup, as `Subgroup.internals`, for the group of all, torch and `Subgroup` itself.
+    """The internals of one subgroup, as `Subgroup.internals`, for the group of all, torch and `Subgroup` itself.
 
     name, replica, size: of the group, of this member, and how many members it was made of.
     job: the internals of the group of all.
@@ -172,7 +172,7 @@ class SubgroupInternals:
         if self.error is None and self.exchange.issued >= self._membership.last:
             raise self._no_more()
         if self.error is not None:
-            raise fresh(self.error)
+            raise copy_of(self.error)
 
     def _no_more(self) -> FtcommError:
         return FtcommError(f"{self}: a member has closed the group after {self._membership.last} ops; {_MEND}")
@@ -273,10 +273,10 @@ class SubgroupInternals:
         self.fail(error)
         self._communicator.wait_all()
         with self._lock:
-            segments, fresh = self._membership.segments(), self._membership.is_fresh
+            segments, is_fresh = self._membership.segments(), self._membership.is_fresh
         boundary = self.job.next_boundary()
-        unmet = (self.name, boundary) if fresh and boundary else None
-        left = Left(self.exchange.returned, self.exchange.taken, fresh)
+        unmet = (self.name, boundary) if is_fresh and boundary else None
+        left = Left(self.exchange.returned, self.exchange.taken, is_fresh)
         self.job.router.retire(segments, FRAMES.frame(left), unmet)
         if not self._thread.is_alive() or join(self._thread, str(self)):
             self._communicator.forget()
@@ -294,7 +294,7 @@ class SubgroupInternals:
                 self._waiting -= 1
             there, missing, error = membership.epoch >= epoch, membership.missing(), self.error
         if error is not None:
-            raise fresh(error)
+            raise copy_of(error)
         if not there:
             raise CollectiveTimeout(
                 f"{self} has waited {timeout:g} s for replicas {', '.join(map(str, missing))}, until {until}"

@@ -16,7 +16,7 @@ from ftcomm.arrays.flat import Flat, to_read, to_write
 from ftcomm.control.sealed import Connection
 from ftcomm.control.timeouts import AWAITED_EVERY
 from ftcomm.control.views import View
-from ftcomm.errors import ArgumentError, CollectiveTimeout, fresh
+from ftcomm.errors import ArgumentError, CollectiveTimeout, copy_of
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import EAGER, MessageRequest, RecvRequest, SendRequest
 from ftcomm.p2p.slots import DeviceMemory, Slots
@@ -66,7 +66,7 @@ class MessageWork:
         if not self._come(timeout):
             raise CollectiveTimeout(f"a message with tag {message.tag} has not ended within {timeout:g} s; it goes on")
         if message.error is not None:
-            raise fresh(message.error)
+            raise copy_of(message.error)
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None:

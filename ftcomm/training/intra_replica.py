@@ -28,6 +28,7 @@ from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection
 from ftcomm.control.timeouts import AWAITED_EVERY
 from ftcomm.errors import CollectiveTimeout, TransportError
+from ftcomm.groups.group_internals import INTRA_REPLICA
 from ftcomm.recorder.layout import PhaseKind
 from ftcomm.recorder.waits import PhaseWait
 from ftcomm.training.rank_tree import place
@@ -63,7 +64,7 @@ class IntraReplicaExchange:
         self._sockets: dict[int, Connection] = {}
         self._looks: PhaseWait
         if self._children:
-            group.internals.serve("inside", self._serve)
+            group.internals.serve(INTRA_REPLICA, self._serve)
 
     def exchange(self, row: bytes, fold: Callable[[list[bytes]], bytes]) -> bytes:
         """Returns what `fold` makes of the rows of all ranks. It makes one of several, which are in the order of the
@@ -140,7 +141,7 @@ class IntraReplicaExchange:
     def _dial(self, parent: int) -> Connection:
         group = self._group
         fields: handshake.Fields = {"shard": group.shard, "which": self._which}
-        return group.internals.dial_rank(group.replica, parent, "inside", fields, self._timeout)
+        return group.internals.dial_rank(group.replica, parent, INTRA_REPLICA, fields, self._timeout)
 
     def _serve(self, sock: Connection, fields: Mapping[str, Any]) -> None:
         shard = handshake.number(fields, "shard", least=self._children[0], most=self._children[-1])

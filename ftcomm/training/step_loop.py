@@ -45,7 +45,7 @@ from ftcomm.training.samples import SampleSource
 from ftcomm.training.startup_check import check_start, policy
 from ftcomm.training.state import Stateful, flatten
 from ftcomm.training.throttle import Throttle
-from ftcomm.training.vote import Outcome, Poll, Verdict
+from ftcomm.training.vote import Outcome, Verdict, Voter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 
-POLL = 0.05  # s between two votes while training pauses
+VOTE_EVERY = 0.05  # s between two votes while training pauses
 TELL = 10.0  # seconds between two reports of where the time has gone
 PAUSE = 3600.0  # s that a pause may last
 PROGRESS = "ftcomm"  # the entry of the state that tells a joiner the step of the others
@@ -157,7 +157,7 @@ class StepLoop:
         self._gates = OptimizerGates(state.values(), self)
         self._throttle = Throttle.from_env(catchup_mbps)
         self._initial_state = policy(initial_state)
-        self._poll: Poll | None = None
+        self._voter: Voter | None = None
         self._source: StateSource | None = None
         self._samples: SampleSource | None = None
         self._joiner: Joiner | None = None
@@ -319,8 +319,8 @@ class StepLoop:
         if self._preemption is not None:
             self._preemption.__exit__()
             self._preemption = None
-        if self._poll is not None:
-            self._poll.close()
+        if self._voter is not None:
+            self._voter.close()
 
     # -- what can be seen ----------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class StepLoop:
         self._source = StateSource(group, self._shared, overlap=bool(self._optimizers), throttle=self._throttle)
         self._samples = SampleSource(group, self._entries)
         if self._vote or (self._counts and group.shards > 1):
-            self._poll = Poll(group)
+            self._voter = Voter(group)
         self._preemption = PreemptionHandler(group).__enter__()
         group.ready()
         if self._left_out():  # the job has gone on meanwhile
@@ -555,12 +555,12 @@ class StepLoop:
         # A rank that repeats may have reduced a part of the step, for which none counts. Otherwise all say the same.
         contributed = None if mine is Verdict.REPEAT else self._contributed()
         if self._vote:
-            assert self._poll is not None
-            verdict, present, counted = self._poll.take(mine, contributed)
+            assert self._voter is not None
+            verdict, present, counted = self._voter.take(mine, contributed)
             self._saw(present)
             return verdict, counted
         counted = contributors if contributed is None else contributed
-        return Verdict.COMMIT, counted if self._poll is None else self._poll.agree(counted)
+        return Verdict.COMMIT, counted if self._voter is None else self._voter.agree(counted)
 
     def _contributed(self) -> frozenset[int] | None:
         """Returns the replicas whose input is in all that was reduced in this step; None if nothing was."""
@@ -576,11 +576,11 @@ class StepLoop:
 
     def _vote_in_pause(self, since: float) -> None:
         """Vote during a pause on whether there are enough replicas again."""
-        time.sleep(POLL)
+        time.sleep(VOTE_EVERY)
         seconds = time.monotonic() - since
-        assert self._poll is not None
+        assert self._voter is not None
         mine = Verdict.RAISE if seconds > self._pause_timeout else Verdict.COMMIT
-        verdict, present, _ = self._poll.take(mine)
+        verdict, present, _ = self._voter.take(mine)
         self._saw(present)
         if verdict is Verdict.RAISE:
             raise StepError(

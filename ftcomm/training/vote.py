@@ -82,8 +82,8 @@ def _marked(marks: np.ndarray[Any, Any]) -> frozenset[int]:
     return frozenset(np.flatnonzero(marks).tolist())
 
 
-class Poll:
-    """Takes the votes of a loop. Every rank of the job makes the same polls in the same order. Not thread-safe."""
+class Voter:
+    """Takes the votes of a loop. Every rank of the job makes the same votes in the same order. Not thread-safe."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

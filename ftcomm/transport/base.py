@@ -96,7 +96,7 @@ class Peer(Memory):
         """Learn that an op has waited for this peer for `seconds`, and nothing has moved: does this process still hear
         it? Called again and again. Does not block."""
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the owner, which sleeps `IN_POLL`, if memory is shared. Does not block; for the driving thread."""
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class MirrorWriter(ABC):
         """Whether this writer can carry what belongs to `epoch`."""
 
     @abstractmethod
-    def turn(self) -> bool:
+    def end_epoch(self) -> bool:
         """End the epoch; True if the connection goes on in the next one."""
 
     @abstractmethod

@@ -50,7 +50,7 @@ class ShmPeer(Peer):
         self._map(memory)
         self._doorbell: RemoteDoorbell | None = None
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         if self._doorbell is None:
             self._doorbell = RemoteDoorbell(self.pid, self.words[ASLEEP + DOORBELL], self.words[ASLEEP + DOORBELL + 1])
         self._doorbell.ring()

@@ -88,7 +88,7 @@ def test_allreduce_beside_its_peers(bench: Bench, tmp_path: Path) -> None:
 def test_another_collective(bench: Bench) -> None:
     """Three ranks, sizes that no chunk divides. What is right is tested for all of them in tests/unit/test_bench.py."""
     done = bench(
-        "reduce_scatter", "--sizes", "1200,3000K", "-n", "2", "--rounds", "1", "--ranks", "3", "--compare", "gloo"
+        "reduce-scatter", "--sizes", "1200,3000K", "-n", "2", "--rounds", "1", "--ranks", "3", "--compare", "gloo"
     )
     assert done.returncode == 0, done.stderr
     assert "# Wrong elements: 0 OK" in done.stdout

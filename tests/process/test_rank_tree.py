@@ -10,7 +10,7 @@ import pytest
 
 import ftcomm
 from ftcomm.training import rank_tree
-from ftcomm.training.vote import Poll, Verdict
+from ftcomm.training.vote import Verdict, Voter
 
 from .job import Job, Notes
 from .test_faults import _until as until
@@ -24,11 +24,11 @@ SKIPPED = 5
 def vote(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """Rank 3 of replica 1 alone votes to skip a step."""
     rank_tree.DIGIT = 2
-    poll = Poll(group)
+    voter = Voter(group)
     for step in ftcomm.steps(10_000):
         group.allreduce(np.ones(8, np.float32))
         skips = (group.replica, group.shard, step) == (1, RANKS - 1, SKIPPED)
-        verdict, voted, _ = poll.take(Verdict.SKIP if skips else Verdict.COMMIT)
+        verdict, voted, _ = voter.take(Verdict.SKIP if skips else Verdict.COMMIT)
         notes.write(kind="step", step=step, verdict=verdict, voted=sorted(voted))
 
 

@@ -501,13 +501,13 @@ def late_words_of_mirrors(patch: Patch) -> None:
 
 def half_a_frame(patch: Patch) -> None:
     """A writer that enters an epoch drops the frame that it has begun to send, too."""
-    turn = TcpMirrorWriter.turn
+    end_epoch = TcpMirrorWriter.end_epoch
 
     def cut(self: TcpMirrorWriter) -> bool:
         self._begun = False
-        return turn(self)
+        return end_epoch(self)
 
-    patch.setattr(TcpMirrorWriter, "turn", cut)
+    patch.setattr(TcpMirrorWriter, "end_epoch", cut)
 
 
 def told_at_once(patch: Patch) -> None:

@@ -14,6 +14,7 @@ import pytest
 from ftcomm.control.links import hand_over
 from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, TransportError
+from ftcomm.groups.group_internals import INTRA_REPLICA
 from ftcomm.training import rank_tree
 from ftcomm.training.intra_replica import IntraReplicaExchange
 
@@ -39,11 +40,11 @@ class Rank:
         return self
 
     def serve(self, purpose, handler):
-        assert purpose == "inside"
+        assert purpose == INTRA_REPLICA
         self.served = handler
 
     def dial_rank(self, replica, shard, purpose, fields, timeout):
-        assert (replica, purpose) == (2, "inside")
+        assert (replica, purpose) == (2, INTRA_REPLICA)
         here, there = socket.socketpair()
         if self.siblings[shard].served is None:
             there.close()

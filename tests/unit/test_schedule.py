@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ftcomm.collective import schedule
 from ftcomm.collective.resume import REDUCE, ProtocolError, holdings
-from ftcomm.collective.schedule import Batch, Lost, Schedule, batches, explained, fresh, left
+from ftcomm.collective.schedule import Batch, Lost, Schedule, batches, explained, from_start, left
 from ftcomm.control.messages import Final, OpProgress, Progress
 from ftcomm.kernels import call_codes
 
@@ -105,11 +105,11 @@ def test_all_give_and_take_at_the_same_time() -> None:
     """Two slots full of data from each of three members are two batches, not six tasks."""
     roster = (2, 5, 7)
     plan = schedule.allgather(2 * CHUNK, roster, 0, True, CHUNK, 1)
-    made = fresh(plan, roster, 1)
+    made = from_start(plan, roster, 1)
     assert not isinstance(made, Lost)
     assert [[move.holder for move in batch.moves] for batch in made] == [[2, 5, 7], [2, 5, 7]]
     plan = schedule.reduce_scatter(CHUNK // 4, roster, 0, False, CHUNK, 1)
-    made = fresh(plan, roster, 1)
+    made = from_start(plan, roster, 1)
     assert not isinstance(made, Lost)
     assert [[move.takers for move in batch.moves] for batch in made] == [[(2,), (5,), (7,)]]
 
@@ -117,18 +117,18 @@ def test_all_give_and_take_at_the_same_time() -> None:
 def test_what_a_lost_member_would_have_taken_is_left_out() -> None:
     plan = schedule.gather(3000, (0, 1, 2), 0, 1, CHUNK, 1)
     assert left(plan, (0, 2), {}) == ()
-    assert fresh(plan, (0, 2), 1) == schedule.NOTHING  # calls are compared all the same
+    assert from_start(plan, (0, 2), 1) == schedule.NOTHING  # calls are compared all the same
 
 
 def test_an_op_without_elements_has_one_task() -> None:
-    assert fresh(schedule.barrier((0, 1), 0), (0, 1), 1) == (Batch((), 1),)
-    assert fresh(schedule.broadcast(0, (0, 1), 0, 1, CHUNK, 1), (0, 1), 1) == (Batch((), 1),)
+    assert from_start(schedule.barrier((0, 1), 0), (0, 1), 1) == (Batch((), 1),)
+    assert from_start(schedule.broadcast(0, (0, 1), 0, 1, CHUNK, 1), (0, 1), 1) == (Batch((), 1),)
 
 
 def test_an_empty_piece_of_a_lost_member_is_not_missed() -> None:
     plan = schedule.alltoall(((1, 1), (0, 1)), (0, 1), 0, CHUNK, 1)
-    assert fresh(plan, (0,), 1) != schedule.NOTHING
-    assert isinstance(fresh(schedule.alltoall(((1, 1), (2, 1)), (0, 1), 0, CHUNK, 1), (0,), 1), Lost)
+    assert from_start(plan, (0,), 1) != schedule.NOTHING
+    assert isinstance(from_start(schedule.alltoall(((1, 1), (2, 1)), (0, 1), 0, CHUNK, 1), (0,), 1), Lost)
 
 
 def test_a_word_tells_kind_root_members_and_sizes_apart() -> None:

@@ -26,7 +26,7 @@ from ftcomm.training.rng import Rng
 from ftcomm.training.spill import Limits, Spill
 from ftcomm.training.step_loop import StepLoop
 from ftcomm.training.throttle import Throttle
-from ftcomm.training.vote import Poll, Verdict, decide, fold, row_of
+from ftcomm.training.vote import Verdict, Voter, decide, fold, row_of
 
 votes = st.sampled_from([0, *Verdict])
 tables = st.integers(1, 3).flatmap(
@@ -57,7 +57,7 @@ def test_a_rank_that_failed_has_not_done_all_of_the_step_so_nobody_may_pass_over
 
 
 class Members:
-    """What a poll uses of a group; the first ops end as a vote does while others are still in the step."""
+    """What a vote uses of a group; the first ops end as a vote does while others are still in the step."""
 
     def __init__(self, others=(), early=0):
         self.replica, self.others, self.early = 1, others, early
@@ -75,7 +75,7 @@ class Members:
 
 def test_a_vote_is_called_again_until_the_others_have_come_to_it():
     members = Members([(0, Verdict.REPEAT), (2, Verdict.COMMIT)], early=2)
-    assert Poll(members).take(Verdict.COMMIT) == (Verdict.REPEAT, {0, 1, 2}, {0, 1, 2})
+    assert Voter(members).take(Verdict.COMMIT) == (Verdict.REPEAT, {0, 1, 2}, {0, 1, 2})
     assert members.ballots == [Verdict.COMMIT, Verdict.REPEAT, Verdict.REPEAT]
 
 
@@ -83,12 +83,12 @@ def test_what_is_no_verdict_is_refused_where_it_is_said_and_ends_nobody_else():
     members = Members([(0, Verdict.COMMIT)])
     for said in (9, 0, None):
         with pytest.raises(ArgumentError, match=f"replica 1 rank 0: a vote of {said}; expected one of COMMIT, SKIP"):
-            Poll(members).take(said)
+            Voter(members).take(said)
     assert members.ballots == []
     with pytest.raises(ArgumentError, match="replica 1 rank 0: a vote of 7"):
         outcome(Voters(), math.nan, nan=lambda step: 7)
-    assert Poll(Members([(0, 250)])).take(Verdict.COMMIT)[0] is Verdict.REPEAT, "who says that has not done the step"
-    assert Poll(Members([(0, 250), (2, Verdict.RAISE)])).take(Verdict.COMMIT)[0] is Verdict.RAISE
+    assert Voter(Members([(0, 250)])).take(Verdict.COMMIT)[0] is Verdict.REPEAT, "who says that has not done the step"
+    assert Voter(Members([(0, 250), (2, Verdict.RAISE)])).take(Verdict.COMMIT)[0] is Verdict.RAISE
 
 
 def test_a_vote_that_another_thread_of_this_rank_is_in_the_way_of_says_so():
@@ -101,13 +101,13 @@ def test_a_vote_that_another_thread_of_this_rank_is_in_the_way_of_says_so():
     with pytest.raises(
         ArgumentError, match=r"replica 1 rank 0 cannot vote on its step, .* loop's group: thread 'saver'"
     ):
-        Poll(members).take(Verdict.COMMIT)
+        Voter(members).take(Verdict.COMMIT)
 
 
 def test_who_contributed_but_died_before_the_vote_counts():
-    poll = Poll(Members([(0, Verdict.COMMIT)]))
-    assert poll.take(Verdict.COMMIT, {0, 1, 3}) == (Verdict.COMMIT, {0, 1}, {0, 1, 3})
-    assert poll.agree({1, 3}) == {1, 3}
+    voter = Voter(Members([(0, Verdict.COMMIT)]))
+    assert voter.take(Verdict.COMMIT, {0, 1, 3}) == (Verdict.COMMIT, {0, 1}, {0, 1, 3})
+    assert voter.agree({1, 3}) == {1, 3}
 
 
 class Voters(Members):
@@ -135,7 +135,7 @@ def outcome(group, loss, **arguments):
     """What a replica takes an attempt for."""
     loop = StepLoop({"batches": Batches(1000, 10, group=group)}, group, **arguments)
     if loop._vote:
-        loop._poll = Poll(group)
+        loop._voter = Voter(group)
     loop._in_step = True
     return loop.verdict(loss), loop._counted
 
@@ -160,9 +160,9 @@ def test_without_a_vote_who_counts_does_not_hang_on_when_a_loss_was_heard_of():
 def test_a_rank_that_reduced_nothing_meets_the_others_of_its_replica_all_the_same():
     group = Voters(reduced=None)
     loop = StepLoop({"batches": Batches(1000, 10, group=group)}, group, vote=False)
-    loop._poll = Poll(group)
+    loop._voter = Voter(group)
     rows = []
-    loop._poll._intra = type(
+    loop._voter._intra = type(
         "IntraReplicaExchange", (), {"exchange": lambda self, row, fold: rows.append(row) or row}
     )()
     loop._in_step = True
@@ -195,7 +195,7 @@ def scaled_loop(**more):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     loop = StepLoop({"optimizer": optimizer, **({"scaler": scaler} if more.get("given", True) else {})}, Voters())
-    loop._poll, loop._source = Poll(loop._group), SimpleNamespace(settle=lambda: 0.0)
+    loop._voter, loop._source = Voter(loop._group), SimpleNamespace(settle=lambda: 0.0)
     loop._group.internals.stood = lambda: 0.0
     loop._enter()
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
@@ -247,7 +247,7 @@ def test_a_loop_that_ends_before_the_replica_has_caught_up_says_so(behind, caplo
     loop, *_ = scaled_loop()
     assert not loop.behind
     loop._joiner = SimpleNamespace(behind=behind, close=lambda: None)
-    loop._poll = None
+    loop._voter = None
     loop.close()
     loop.close()
     assert loop.behind is behind
@@ -259,7 +259,7 @@ def test_a_replica_without_a_slot_is_refused():
     members = Members()
     members.replica = 97
     with pytest.raises(ArgumentError, match="replica 97 has no slot in a vote of 97"):
-        Poll(members)
+        Voter(members)
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("none", 1.0), ("linear", 0.75), ("sqrt", math.sqrt(0.75))])

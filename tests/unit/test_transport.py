@@ -145,7 +145,7 @@ def test_wherever_it_is_cut_a_connection_goes_on_in_the_next_epoch(reader_is_fir
         for count, word in ((1, POSTED), (1, REDUCED), (2, POSTED)):
             reader.send(word, BEFORE | count, 0, memoryview(theirs), (7, 7, 7))
         assert reader.flush() == (cut == 3 * (FRAME.size + size))
-        assert reader.turn()
+        assert reader.end_epoch()
         assert sum(len(entry[0]) for entry in reader._queue) < FRAME.size + size
         assert all(entry[0].obj is not theirs for entry in reader._queue)
         theirs[:] = 2
@@ -209,7 +209,7 @@ def test_the_counter_of_bytes_under_way_begins_anew_in_each_epoch() -> None:
         )  # of a task of which this one gives nothing
         for count in range(1, SLOTS + 1):
             reader.send(POSTED, epoch << COUNTER | count, at(count), chunk, (0, 0, 0))
-        assert reader.turn()
+        assert reader.end_epoch()
     near.close()
     reader.close()
 

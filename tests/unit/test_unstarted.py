@@ -22,7 +22,7 @@ from ftcomm.control.handshake import LONGEST_FIELD, Credentials
 from ftcomm.control.links import ask
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
-from ftcomm.control.unstarted import ASKERS, HOPELESS, UNSTARTED, NamedRank, Unstarted, turn
+from ftcomm.control.unstarted import ASKERS, HOPELESS, UNSTARTED, NamedRank, Unstarted, asking_times
 from ftcomm.control.views import Addresses
 from ftcomm.errors import SettingsError
 from ftcomm.settings import unstarted
@@ -171,11 +171,13 @@ def test_reports_of_another_kernel_are_not_believed(tmp_path: Path, monkeypatch:
 
 def test_a_large_replica_asks_no_more_often_than_a_small_one() -> None:
     """Its leader is missing: all its ranks wait, and none of them hears anything but by asking."""
-    assert turn(0, 1, 10.0) == (0.0, 10.0)
-    assert turn(1, 2, 10.0) == (10.0, 10.0)
+    assert asking_times(0, 1, 10.0) == (0.0, 10.0)
+    assert asking_times(1, 2, 10.0) == (10.0, 10.0)
     for ranks in (2, 9, 10, 64, 2048):
         times = sorted(
-            first + pause * n for first, pause in (turn(x, ranks, 10.0) for x in range(1, ranks)) for n in range(99)
+            first + pause * n
+            for first, pause in (asking_times(x, ranks, 10.0) for x in range(1, ranks))
+            for n in range(99)
         )
         times = [x for x in times if x < 99 * 10.0]  # from then on only slow ones are listed
         assert times[0] == 10.0

@@ -121,7 +121,7 @@ class NixlMirrorWriter(MirrorWriter, Sender):
     def serves(self, epoch: int) -> bool:
         return epoch == self.epoch
 
-    def turn(self) -> bool:
+    def end_epoch(self) -> bool:
         """End the epoch. False, since the connection ends with it."""
         return False
 

@@ -81,7 +81,7 @@ class TcpMirrorWriter(MirrorWriter):
     def serves(self, epoch: int) -> bool:
         return epoch >= self.epoch
 
-    def turn(self) -> bool:
+    def end_epoch(self) -> bool:
         """End the epoch. True, since the connection goes on in the next one.
 
         A frame that has begun is completed, with the bytes that its payload has now: they may lie in an array which is
