@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping
 from typing import IO
 
-from ftcomm.control.fork import apart
+from ftcomm.control.fork import keep_from_children
 from ftcomm.control.wait_for import wait_for
 
 _BEGIN = 60.0  # s for Python to start on a busy machine
@@ -53,7 +53,7 @@ class Companion:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self._sock = apart(ours)
+                self._sock = keep_from_children(ours)
                 self._sock.setblocking(False)
                 socket.send_fds(self._sock, [charge], descriptors)
                 self._starter = subprocess.Popen(

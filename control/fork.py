@@ -2,8 +2,8 @@
 
 `fork` gives a child a copy of every descriptor and a share in every shared mapping, but none of the threads. So a
 worker of a DataLoader could write into the segment of its parent, or hold its connections open after its death, so that
-no peer would see them end. Right after the fork, before anything of the script runs in the child, all that was kept
-`apart` is replaced there:
+no peer would see them end. Right after the fork, before anything of the script runs in the child, all that is kept from
+children is replaced there:
 
     descriptor        by one of /dev/null with the same number. The parent alone has the connection then. Nothing is
                       sent on it, since closing a number does not shut the connection down
@@ -16,9 +16,9 @@ inside this process (the wake-up pipe of a loop, a doorbell) is left alone, as a
 itself: no peer concludes a death from those.
 
 `refusal` says why this process may take no part. It compares process ids, so that it also works where a library has
-forked behind the interpreter's back. So does the first byte of `looked`, which costs less than a system call. It is 1
-once this process was found not to be such a child, and the kernel wipes it in every child. Where a kernel cannot do
-that, the process id is asked for at each call.
+forked behind the interpreter's back. So does the first byte of `checked_page`, which costs less than a system call. It
+is 1 once this process was found not to be such a child, and the kernel wipes it in every child. Where a kernel cannot
+do that, the process id is asked for at each call.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _memories: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary
 _null = -1  # /dev/null, opened early: a child may have no descriptor left
 
 _WIPEONFORK = 18  # MADV_WIPEONFORK; Python's mmap has no name for it
-looked = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-wiped = 0  # 1 if the kernel wipes `looked` in a child; 0: it stays 0
+checked_page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+wiped = 0  # 1 if the kernel wipes that page in a child; 0: it stays 0
 with contextlib.suppress(OSError):  # Linux before 4.14, gVisor
-    looked.madvise(_WIPEONFORK)
+    checked_page.madvise(_WIPEONFORK)
     wiped = 1
 
 _mmap = ctypes.PyDLL(None).mmap
@@ -56,7 +56,7 @@ def _own(thing: Any) -> tuple[int]:
     return (thing.fileno(),)
 
 
-def apart(thing: Thing, descriptors: Callable[[Thing], Iterable[int]] = _own) -> Thing:
+def keep_from_children(thing: Thing, descriptors: Callable[[Thing], Iterable[int]] = _own) -> Thing:
     """Keep `descriptors(thing)`, as they are at the fork, from children of this process for as long as `thing` lives;
     negative numbers are ignored. `descriptors` runs in the child and takes no lock. Any thread."""
     global _null
@@ -66,7 +66,7 @@ def apart(thing: Thing, descriptors: Callable[[Thing], Iterable[int]] = _own) ->
     return thing
 
 
-def apart_memory(memory: mmap.mmap, address: int) -> None:
+def keep_memory_from_children(memory: mmap.mmap, address: int) -> None:
     """Keep `memory`, a mapping that begins at `address`, from children."""
     _memories[memory] = address
 
@@ -104,7 +104,7 @@ def refusal() -> str:
 
 
 def _in_child() -> None:
-    looked[0] = 0
+    checked_page[0] = 0
     for thing, descriptors in list(_descriptors.items()):
         with contextlib.suppress(Exception):  # a closed one may raise; those after it are still open
             for fd in descriptors(thing):

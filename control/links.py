@@ -20,7 +20,7 @@ from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
 from ftcomm.control.connection_limit import ConnectionLimit
 from ftcomm.control.dropped import drop
-from ftcomm.control.fork import apart
+from ftcomm.control.fork import keep_from_children
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.rate_limit import HandshakeRateLimit, source_of
 from ftcomm.control.sealed import Channel
@@ -40,7 +40,7 @@ BESIEGED_PAUSE = 0.1  # s, likewise, if the other side hangs up: in a flood some
 def event_loop() -> asyncio.AbstractEventLoop:
     """Makes an event loop whose selector no forked child has: what a child takes out of it would be gone from the
     parent's as well."""
-    return asyncio.SelectorEventLoop(apart(selectors.DefaultSelector()))
+    return asyncio.SelectorEventLoop(keep_from_children(selectors.DefaultSelector()))
 
 
 async def serve_messages(
@@ -294,7 +294,7 @@ async def ask(
 async def connected(address: tuple[str, int], timeout: float) -> socket.socket:
     """Returns a connected socket, before its handshake. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    sock = apart(socket.socket(family, socket.SOCK_STREAM))
+    sock = keep_from_children(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.setblocking(False)
         wire.tune(sock)
@@ -331,7 +331,7 @@ class Listener:
         name: str = "",
     ):
         sock.setblocking(False)
-        self._sock, self._credentials, self._on_peer, self._name = apart(sock), credentials, on_peer, name
+        self._sock, self._credentials, self._on_peer, self._name = keep_from_children(sock), credentials, on_peer, name
         self._rate_limit = HandshakeRateLimit()
         self._strangers = ConnectionLimit[_Arrival](MAX_HANDSHAKES)
         self._arrivals: set[_Arrival] = set()
@@ -358,7 +358,7 @@ class Listener:
             await asyncio.sleep(0)  # others must have their turn in a flood
 
     def _admit(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
-        apart(sock)
+        keep_from_children(sock)
         source = source_of(address[0])
         if not self._rate_limit.admit(source, asyncio.get_running_loop().time()):
             sock.close()
@@ -466,7 +466,7 @@ def hand_over(handler: Callable[[Channel, handshake.Fields], None], channel: Cha
 def listen(host: str, port: int) -> socket.socket:
     """Returns a listening TCP socket; port 0 takes a free one. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = apart(socket.socket(family, socket.SOCK_STREAM))
+    sock = keep_from_children(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from ftcomm.control import messages as m
 from ftcomm.control.failed_dials import shortage
-from ftcomm.control.fork import apart
+from ftcomm.control.fork import keep_from_children
 from ftcomm.control.handshake import Credentials, Elsewhere
 from ftcomm.control.links import Ended, Link
 from ftcomm.control.views import Member, View
@@ -48,7 +48,7 @@ class Peers:
         self._watched: dict[int, tuple[str, int | None]] = {}  # replica -> (incarnation, pidfd; None when it has ended)
         self._local: dict[int, Member] = {}  # members whose processes run on this host
         self._told = False  # the log says why a process is not watched
-        apart(self, lambda peers: [fd for _, fd in peers._watched.values() if fd is not None])
+        keep_from_children(self, lambda peers: [fd for _, fd in peers._watched.values() if fd is not None])
 
     def connect(self, view: View) -> None:
         """Make links to the members of `view`, and close all others."""

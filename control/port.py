@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from ftcomm.control.fork import apart
+from ftcomm.control.fork import keep_from_children
 from ftcomm.control.links import listen
 
 
@@ -39,4 +39,4 @@ class Port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((self._host, self.number))
             stack.pop_all()
-        return apart(sock)
+        return keep_from_children(sock)

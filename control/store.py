@@ -21,7 +21,7 @@ import msgspec
 
 from ftcomm.control.decode import decode_with
 from ftcomm.control.field_types import Name
-from ftcomm.control.fork import apart
+from ftcomm.control.fork import keep_from_children
 from ftcomm.control.liveness import boot
 from ftcomm.control.unstarted import Reports, Unstarted
 from ftcomm.control.views import View
@@ -105,7 +105,7 @@ class ViewStore(Store):
         self._fd: int | None = None
         self._end = 0  # bytes of the file up to the last complete view
         self._gone: list[View] = []  # complete once, and cut away
-        apart(self, lambda store: () if store._fd is None else (store._fd,))  # a child would keep the lock
+        keep_from_children(self, lambda store: () if store._fd is None else (store._fd,))  # a child would keep the lock
         self.views = []
 
     def job(self) -> str:

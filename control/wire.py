@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcomm.control.dropped import drop
-from ftcomm.control.fork import apart
+from ftcomm.control.fork import keep_from_children
 from ftcomm.control.handshake import Credentials, HandshakeError, HungUp, Unspoken, Wired, client, place
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.running_time import RunningTimer
@@ -153,7 +153,7 @@ def _connected(address: tuple[str, int], timeout: float) -> socket.socket:
     failed: OSError | None = None
     for family, kind, _, _, there in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         try:
-            sock = apart(socket.socket(family, kind))
+            sock = keep_from_children(socket.socket(family, kind))
         except OSError as error:  # an address family that this kernel lacks
             failed = unreached(error)
             continue

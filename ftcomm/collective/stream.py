@@ -63,7 +63,7 @@ class Stream:
         self._left = peers.get(view.ring[view.ring.index(view.me) - 1]) if view.ring else None
         readers: list[MirrorWriter] = []
         self.readers = readers
-        algorithms = Algorithms(view, memories, reducer, lands=lines is not None and lines.lands)
+        algorithms = Algorithms(view, memories, reducer, confirms_arrival=lines is not None and lines.confirms_arrival)
         # All connections are served here: then what is sent from the caller's array is known to have been sent.
         self._serves_all = lines is not None and len(lines.peers) == len(peers)
         others = [peers[m] for m in view.members if m != view.me]

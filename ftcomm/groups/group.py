@@ -37,7 +37,7 @@ from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.process import callers, ending, pending, stacks
 from ftcomm.process.descriptors import room_for
-from ftcomm.process.own import looked, own_process
+from ftcomm.process.own import checked_page, own_process
 from ftcomm.recorder import files
 from ftcomm.recorder.layout import ALL, GroupKind, PhaseKind, RecordingEnd
 from ftcomm.recorder.recorder import Owner
@@ -208,7 +208,7 @@ class Group(Calls):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def _may_call(self) -> None:
-        if not looked[0]:
+        if not checked_page[0]:
             own_process()
         if self._runs and not self.drained and not self.internals.outside:
             return
@@ -565,7 +565,7 @@ def _owner(settings: Settings) -> Owner:
 def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket:
     """Returns the socket to which the other ranks of the replica come: inherited from the launcher, or bound here."""
     if settings.leader_fd is not None:
-        return fork.apart(socket.socket(fileno=settings.leader_fd))
+        return fork.keep_from_children(socket.socket(fileno=settings.leader_fd))
     try:
         return listen(*leader)
     except OSError as error:

@@ -41,7 +41,7 @@ from ftcomm.membership.static import (
 )
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.process.descriptors import room_for
-from ftcomm.process.own import looked, own_process
+from ftcomm.process.own import checked_page, own_process
 from ftcomm.recorder.layout import GroupKind
 from ftcomm.sync.robust_mutex import hold, release
 from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, GroupConnection
@@ -144,7 +144,7 @@ class StaticGroupInternals:
 
     def may_call(self) -> None:
         """Raise if no op can be called any more."""
-        if not looked[0]:
+        if not checked_page[0]:
             own_process()
         if self._closed:
             raise closed(self)

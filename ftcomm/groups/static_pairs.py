@@ -30,7 +30,7 @@ import msgspec
 from ftcomm.collective.core import nothing
 from ftcomm.control import handshake
 from ftcomm.control.dropped import drop, printable
-from ftcomm.control.fork import apart
+from ftcomm.control.fork import keep_from_children
 from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection, pending
@@ -211,7 +211,7 @@ class Pairs:
         self._name = name
         self._on_said, self._on_end, self._settle = on_said, on_end, settle
         self._on_start, self._on_stop, self._on_broken = on_start, on_stop, on_broken
-        self._selector = apart(selectors.DefaultSelector())
+        self._selector = keep_from_children(selectors.DefaultSelector())
         self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
         self._selector.register(self._near, selectors.EVENT_READ)

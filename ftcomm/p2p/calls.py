@@ -20,7 +20,7 @@ from ftcomm.errors import ArgumentError, CollectiveTimeout, copy_of
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import EAGER, MessageRequest, RecvRequest, SendRequest
 from ftcomm.p2p.slots import DeviceMemory, Slots
-from ftcomm.process.own import looked, own_process
+from ftcomm.process.own import checked_page, own_process
 from ftcomm.recorder.layout import PhaseKind
 from ftcomm.recorder.waits import PhaseWait
 from ftcomm.transport.router import GroupConnection
@@ -159,7 +159,7 @@ class Messages:
 
     def _may_call(self) -> None:
         """Raises in a forked child, before anything is locked, and if no call is possible any more."""
-        if not looked[0]:
+        if not checked_page[0]:
             own_process()
 
     def _default_timeout(self) -> float:

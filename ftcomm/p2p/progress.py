@@ -34,7 +34,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ftcomm.control.dropped import drop
-from ftcomm.control.fork import apart
+from ftcomm.control.fork import keep_from_children
 from ftcomm.control.sealed import Connection as Socket
 from ftcomm.control.sealed import unsent
 from ftcomm.control.timeouts import REPORT
@@ -157,7 +157,7 @@ class ProgressEngine:
     def _start(self) -> None:
         if self._thread is None:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._selector = apart(selectors.DefaultSelector())
+            self._selector = keep_from_children(selectors.DefaultSelector())
             self._selector.register(self._bell, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._run, name="ftcomm-p2p", daemon=True)
             self._thread.start()

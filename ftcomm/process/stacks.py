@@ -101,7 +101,7 @@ class StackServer:
             # A long path does not fit into the address of a socket.
             self._listener.bind(f"/proc/self/fd/{folder}/{self._paths[0].name}")
             self._listener.listen(8)
-            fork.apart(self._listener)
+            fork.keep_from_children(self._listener)
             # A process that was in a job before ignores it (`close`), and so do those that it starts.
             self._listens = signal.getsignal(SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
             if self._listens:

@@ -86,7 +86,7 @@ class _OwnRecording:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _record(self, memory: mmap.mmap) -> None:
-        fork.apart_memory(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+        fork.keep_memory_from_children(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
         for page in range(PROCESS_SHAPE.ring, PROCESS_SHAPE.text, mmap.PAGESIZE):
             memory[page] = 0
         self.recorder = Recorder(memory, PROCESS_SHAPE)

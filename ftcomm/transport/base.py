@@ -156,7 +156,7 @@ class Poller(ABC):
 
     peers: Sequence[Peer]
     straight_from = 0  # bytes of an op from which it pays to send straight from the caller's array
-    lands = False  # whether what `told` confirms has arrived, even if the connection ends
+    confirms_arrival = False  # whether what `told` confirms has arrived, even if the connection ends
 
     @abstractmethod
     def wait(self, clogged: Iterable[MirrorWriter], look: Callable[[], bool] | None = None) -> bool:

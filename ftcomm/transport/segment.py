@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.control.fork import apart, apart_memory
+from ftcomm.control.fork import keep_from_children, keep_memory_from_children
 from ftcomm.errors import TransportError
 
 MAGIC = 0x6674636F6D6D0002  # "ftcomm", layout 2, of the host's engine
@@ -194,7 +194,7 @@ class Memory:
         self._bytes = np.frombuffer(memory, np.uint8)
         self.address = self._bytes.ctypes.data
         self.words = memoryview(memory)[: self.header].cast("Q")
-        apart_memory(memory, self.address)
+        keep_memory_from_children(memory, self.address)
 
     @property
     def heard(self) -> memoryview:
@@ -252,7 +252,7 @@ class Segment(Memory):
             os.close(self.fd)
             raise self._no_memory(size, error) from error
         self._map(memory)
-        apart(self, lambda segment: (segment.fd,))
+        keep_from_children(self, lambda segment: (segment.fd,))
         try:
             if chunks is None:
                 self._reserve(self.header, size)

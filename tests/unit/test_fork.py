@@ -57,10 +57,12 @@ def participant() -> Iterator[object]:
 
 
 def test_a_connection_is_the_parents_alone() -> None:
-    closed = fork.apart(selectors.DefaultSelector())  # which has no number to give any more, and says so by an error
+    closed = fork.keep_from_children(
+        selectors.DefaultSelector()
+    )  # which has no number to give any more, and says so by an error
     closed.close()
     near, far = socket.socketpair()
-    fork.apart(near)
+    fork.keep_from_children(near)
 
     def child() -> list[str]:
         said = []
@@ -81,7 +83,7 @@ def test_a_connection_is_the_parents_alone() -> None:
 def test_a_connection_ends_with_the_parents_end_of_it() -> None:
     """The child lives on."""
     near, far = socket.socketpair()
-    fork.apart(near)
+    fork.keep_from_children(near)
     go_on, may = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -123,7 +125,7 @@ def test_a_child_of_another_thread_has_no_part_of_a_connection_that_is_being_mad
 def test_what_the_child_opens_is_not_closed_by_what_it_inherited() -> None:
     """Numbers stay taken, so an object of the parent that dies in the child closes nothing of the child's."""
     near, far = socket.socketpair()
-    fork.apart(near)
+    fork.keep_from_children(near)
     number = near.fileno()
 
     def child() -> bool:
@@ -140,7 +142,7 @@ def test_what_the_child_opens_is_not_closed_by_what_it_inherited() -> None:
 
 def test_what_the_child_takes_out_of_a_selector_stays_in_the_parents() -> None:
     near, far = socket.socketpair()
-    with near, far, fork.apart(selectors.DefaultSelector()) as selector:
+    with near, far, fork.keep_from_children(selectors.DefaultSelector()) as selector:
         selector.register(near, selectors.EVENT_READ)
         in_child(lambda: selector.unregister(near) and None)
         far.send(b"!")
@@ -167,7 +169,7 @@ def test_memory_of_the_child_is_not_unmapped_by_what_it_inherited() -> None:
     """At the place of a segment there is private memory until that is unmapped, so nothing else can be."""
     memory = mmap.mmap(-1, 1 << 20)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    fork.apart_memory(memory, address)
+    fork.keep_memory_from_children(memory, address)
 
     def child() -> bool:
         mine = [mmap.mmap(-1, 1 << 20) for _ in range(8)]

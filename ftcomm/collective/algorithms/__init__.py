@@ -28,12 +28,12 @@ class Algorithms:
     """The algorithms of one member in one view, and the choice between them, which is the same on all members."""
 
     def __init__(
-        self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool = False
+        self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, confirms_arrival: bool = False
     ) -> None:
-        """Make the algorithms of a view; `lands` is as in `OneShot`."""
+        """Make the algorithms of a view; `confirms_arrival` is as in `OneShot`."""
         self._view = view
         self.contributors = view.contributors
-        self.one_shot = OneShot(view, memories, reducer, lands=lands)
+        self.one_shot = OneShot(view, memories, reducer, confirms_arrival=confirms_arrival)
         self.two_shot = TwoShot(view, memories, reducer)
         self.compressed_one_shot = CompressedOneShot(view, memories, reducer)
         self.compressed_two_shot = CompressedTwoShot(view, memories, reducer)

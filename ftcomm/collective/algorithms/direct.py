@@ -31,14 +31,16 @@ class OneShotViews(NamedTuple):
 class OneShot(Algorithm):
     name = "one-shot"
 
-    def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool) -> None:
-        """`lands` says that what a reader was sent has arrived, even if the connection ends."""
+    def __init__(
+        self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, confirms_arrival: bool
+    ) -> None:
+        """`confirms_arrival` says that what a reader was sent has arrived, even if the connection ends."""
         super().__init__(view, memories, reducer)
         # Two members reduce from the caller's own buffer and the staging of the other. With more, the first step of
         # the sum would overwrite an input that a later one needs. So each overwrites its input when it has that of the
         # other; and, where it is sent from there, when the other has its.
         self._pair = len(view.members) == 2 and len(view.contributors) == 2
-        self.straight = self._pair and lands
+        self.straight = self._pair and confirms_arrival
 
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> OneShotViews:
         carrier = HOST_DTYPES[dtype].carrier

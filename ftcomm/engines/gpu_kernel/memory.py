@@ -31,7 +31,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from cupy.cuda import runtime
 
-from ftcomm.control.fork import apart, apart_memory
+from ftcomm.control.fork import keep_from_children, keep_memory_from_children
 from ftcomm.engines.gpu import driver
 from ftcomm.engines.gpu.pinned import PORTABLE_MAPPED
 from ftcomm.engines.gpu_kernel.layout import EXPORT_WORDS
@@ -102,8 +102,8 @@ class Shared:
         self.words = memoryview(memory).cast("Q")
         self._bytes = np.frombuffer(memory, np.uint8)
         self._host: int = self._bytes.ctypes.data
-        apart_memory(memory, self._host)
-        apart(self, lambda shared: (shared.fd,))
+        keep_memory_from_children(memory, self._host)
+        keep_from_children(self, lambda shared: (shared.fd,))
         runtime.hostRegister(self._host, self.size, PORTABLE_MAPPED)
         self._registered.add(self)
         self.address = driver.mapped_address(self._host)

@@ -26,7 +26,7 @@ class NixlPoller(Poller):
     """Receives from `peers`, which are all of the view. They have one endpoint, unless it was retired meanwhile."""
 
     straight_from = 512 << 10  # registration and a put take 40 us; a copy of a chunk 90
-    lands = True  # in the mirror, which the next connection keeps
+    confirms_arrival = True  # in the mirror, which the next connection keeps
 
     def __init__(self, peers: Sequence[NixlMirror], waiter: Waiter) -> None:
         self.peers = peers
