@@ -104,7 +104,7 @@ class StaticGroupInternals:
             self.p2p,
             terms,
             GroupKind.STATIC,
-            on_died=lambda rank, epoch: self._lost(rank, "its process died"),
+            on_died=lambda rank, epoch: self._pairs.died(rank, "its process died"),
         )
         self._segment, self.exchange = communicator.segment, communicator.exchange
         members = hashlib.blake2b("\n".join(info.name for info in infos).encode(), digest_size=16).hexdigest()

@@ -30,7 +30,6 @@ import msgspec
 from ftcomm.collective.core import nothing
 from ftcomm.control import handshake
 from ftcomm.control.dropped import drop, printable
-from ftcomm.control.fork import keep_from_children
 from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection, pending
@@ -211,7 +210,7 @@ class Pairs:
         self._name = name
         self._on_said, self._on_end, self._settle = on_said, on_end, settle
         self._on_start, self._on_stop, self._on_broken = on_start, on_stop, on_broken
-        self._selector = keep_from_children(selectors.DefaultSelector())
+        self._selector = selectors.PollSelector()  # which has no descriptor of its own
         self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
         self._selector.register(self._near, selectors.EVENT_READ)
@@ -221,6 +220,7 @@ class Pairs:
         self._lock = threading.Lock()  # guards what follows; never held across a wait
         self._new: dict[int, Connection] = {}
         self._asides: list[tuple[int, bytes]] = []  # what we say before
+        self._died: list[tuple[int, str]] = []
         self._last: bytes | None = None  # what we say when we end
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"ftcomm-pairs-{name}", daemon=True)
@@ -237,6 +237,13 @@ class Pairs:
         """Say something to one, and go on. Does not block."""
         with self._lock:
             self._asides.append((member, FRAMES.frame(said)))
+        self.wake()
+
+    def died(self, member: int, why: str) -> None:
+        """Let this thread call `on_end` for a member: the one that saw its death serves other groups, too. Does not
+        block."""
+        with self._lock:
+            self._died.append((member, why))
         self.wake()
 
     def end(self, last: LastMessage) -> None:
@@ -279,6 +286,7 @@ class Pairs:
             with self._lock:
                 new, self._new = self._new, {}
                 asides, self._asides = self._asides, []
+                died, self._died = self._died, []
                 last = self._last
             for member, sock in new.items():
                 sock.setblocking(False)
@@ -293,6 +301,8 @@ class Pairs:
                     with contextlib.suppress(OSError):
                         sock.sendall(last)
                 return
+            for member, why in died:
+                self._on_end(member, why)
             looked = time.monotonic()
             for key, _ in self._selector.select(wait):
                 if key.data is None:

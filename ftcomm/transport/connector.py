@@ -21,10 +21,10 @@ class Connector:
     """The connector of member `me`. `here` is its own memory, and `layout` that of all. Thread-safe; only `reach`
     blocks.
 
-    `on_died(member, epoch)` is called, in a thread of its own, when the process of a member of this host has died;
-    None: that is not watched. `on_reached(peer)` makes the memory of a device reachable that a segment tells of, and
-    may raise `TransportError`; `on_left(peer)` says that no view needs it any more, even if no view that needed it was
-    entered.
+    `on_died(member, epoch)` is called when the process of a member of this host has died, in a thread that serves other
+    groups, too, so it must not wait; None: that is not watched. `on_reached(peer)` makes the memory of a device
+    reachable that a segment tells of, and may raise `TransportError`; `on_left(peer)` says that no view needs it any
+    more, even if no view that needed it was entered.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ import mmap
 import os
 import platform
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -87,6 +88,10 @@ def watcher() -> Iterator[tuple[DeathWatch[int], queue.Queue[int]]]:
         eye.close()
 
 
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ftcomm-watch"]
+
+
 def wait_asleep(name: str, count: int) -> None:
     """Until `count` threads of this process that are called `name` sleep in futex_waitv."""
     end = time.monotonic() + DEADLINE
@@ -140,8 +145,9 @@ def test_the_mark_of_a_thread_that_ends() -> None:
     segment.close()
 
 
-def test_every_watcher_of_a_process_is_woken() -> None:
+def test_every_watcher_of_a_process_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel wakes one, that one the others; none of them looks of its own accord."""
+    monkeypatch.setattr(death_watch, "_MOST", 2)  # so that each has a thread of its own, as in other processes
     with contextlib.ExitStack() as stack:
         [victim, other] = stack.enter_context(holders(2))
         eyes = [stack.enter_context(watcher()) for _ in range(5)]
@@ -196,8 +202,7 @@ def test_the_thread_ends_when_asked() -> None:
     with holders(1) as [holder], watcher() as (eye, told):
         eye.watch({1: holder.page.mutex()})
         wait_asleep("ftcomm-watch", 1)
-        thread = eye._thread
-        assert thread is not None
+        [thread] = threads()
         eye.close()
         thread.join(DEADLINE)
         assert not thread.is_alive()
@@ -210,11 +215,82 @@ def test_a_kernel_without_futex_waitv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(death_watch, "_FUTEX_WAITV", 100_000)  # a system call that no kernel has
     with holders(1) as [holder], watcher() as (eye, told):
         eye.watch({1: holder.page.mutex()})
-        assert eye._thread is not None
-        eye._thread.join(DEADLINE)
-        assert not eye._thread.is_alive()
-        eye.watch({})
+        for thread in threads():
+            thread.join(DEADLINE)
+        eye.watch({2: holder.page.mutex()})
+        assert not threads(), "it is tried again and again"
         assert told.empty()
+
+
+def test_groups_share_a_thread_and_hear_of_their_own_members_alone() -> None:
+    with holders(2) as [first, second], watcher() as (one, told), watcher() as (two, told_too):
+        one.watch({1: first.page.mutex(), 2: second.page.mutex()})
+        two.watch({7: second.page.mutex()})
+        wait_asleep("ftcomm-watch", 1)
+        first.process.kill()
+        assert told.get(timeout=DEADLINE) == 1
+        one.close()
+        wait_asleep("ftcomm-watch", 1)
+        second.process.kill()
+        assert told_too.get(timeout=DEADLINE) == 7
+        assert told.empty()
+        assert told_too.empty()
+
+
+def test_a_defect_of_one_group_does_not_keep_others_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(key: int) -> None:
+        raise ZeroDivisionError
+
+    with holders(1) as [holder], watcher() as (eye, told):
+        broken = DeathWatch(breaks)
+        broken.watch({1: holder.page.mutex()})
+        eye.watch({2: holder.page.mutex()})
+        wait_asleep("ftcomm-watch", 1)
+        holder.process.kill()
+        assert told.get(timeout=DEADLINE) == 2
+        wait_asleep("ftcomm-watch", 1)
+        broken.close()
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_no_word_is_left_out_when_one_sleep_has_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(death_watch, "_MOST", 3)
+    with holders(4) as held, watcher() as (one, told), watcher() as (two, told_too):
+        pages = [holder.page for holder in held]
+        one.watch({0: pages[0].mutex()})
+        two.watch({3: pages[3].mutex()})
+        wait_asleep("ftcomm-watch", 1)
+        one.watch({number: pages[number].mutex() for number in range(3)})
+        wait_asleep("ftcomm-watch", 2)
+        for holder in held:
+            holder.process.kill()
+        assert sorted(told.get(timeout=DEADLINE) for _ in range(3)) == [0, 1, 2]
+        assert told_too.get(timeout=DEADLINE) == 3
+        one.watch({})
+        one.close()
+        two.close()
+        for thread in threads():
+            thread.join(DEADLINE)
+        assert not threads()
+
+
+def test_a_child_watches_with_a_thread_of_its_own() -> None:
+    with holders(1) as [holder], watcher() as (eye, _):
+        eye.watch({1: holder.page.mutex()})
+        wait_asleep("ftcomm-watch", 1)
+        with death_watch._all_watches:  # as another thread may hold it at the moment of the fork
+            child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                signal.alarm(int(DEADLINE))
+                heard: queue.Queue[int] = queue.Queue()
+                mine = DeathWatch(heard.put)
+                mine.watch({2: Page(holder.fd).mutex()})  # what the parent had mapped is none of the child's
+                wait_asleep("ftcomm-watch", 1)
+                os.kill(holder.process.pid, signal.SIGKILL)
+                os._exit(0 if heard.get(timeout=DEADLINE) == 2 else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_only_who_asks_is_urgent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import queue
 import random
 import socket
 import threading
@@ -469,6 +470,25 @@ def test_what_has_come_is_heard_before_a_doubt_ends() -> None:
         pairs.end(Left(0, 0))
         pairs.join()
     assert all(heard for looked, heard in looks if looked > sent)
+
+
+def test_a_death_is_told_in_the_thread_of_the_group_which_may_wait_for_others() -> None:
+    heard: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
+    nothing: Any = lambda *args: None  # noqa: E731
+    pairs = Pairs(
+        "g",
+        settle=lambda looked: False,
+        on_start=nothing,
+        on_stop=nothing,
+        on_said=nothing,
+        on_end=lambda member, why: heard.put((member, why, threading.current_thread().name)),
+        on_broken=nothing,
+    )
+    pairs.died(3, "its process died")
+    assert heard.get(timeout=DEADLINE) == (3, "its process died", "ftcomm-pairs-g")
+    pairs.end(Left(0, 0))
+    assert pairs.join()
+    pairs.died(2, "its process died")  # as the thread that watches may be about to say
 
 
 def test_a_connection_for_data_that_ends_between_two_that_live_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
