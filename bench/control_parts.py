@@ -12,13 +12,15 @@ it are light: it shares process, thread, listening port and pid with others; the
 which live in the same process, are calls, and so is the news of their death; it moves no data, and its script only
 passes boundaries at the pace of a clock. All run on one host: of others a rank has only a label in its address, as long
 as what hosts would differ in, so that views are as large. Ranks of hosts that are cut off for a while
-(`bench/control_cut.py`) have a listening port of their own each, which is cut as well.
+(`bench/control_cut.py`) have a listening port of their own each, which is cut as well. The garbage collector, which
+would look at the objects of thousands of ranks for what one has left, runs only between what is measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -57,6 +59,7 @@ LABEL = 60  # digits: a name of 15 characters, a boot id, and room
 SLICES = 50  # of a beat, in each of which a part of the ranks gives its sign of life
 STANDING = 0.1  # s between two looks of a script at the clock
 FOREVER = 1e6  # s
+TO_LEADER, TO_RANK = 0, 1  # the ways of a message
 AT_ONCE = 32  # light ranks of a process that may be about to connect
 _BYTES = struct.Struct("=120xQQ")  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
 
@@ -112,8 +115,16 @@ def address(port: int, nonce: str, host: int) -> Address:
     return Address(HOST, port, *here, nonce, rack=rack, network=liveness.network(), pids=liveness.pids())
 
 
+class Measured:
+    """What it takes to measure: a look at thousands of sockets, which no part of a job would take."""
+
+    cpu = 0.0  # s
+
+
 def usage() -> dict[str, Any]:
-    """CPU seconds of this process, its memory in MB, and the bytes that each open connection has sent and received."""
+    """CPU seconds of this process without what measuring takes, its memory in MB, and the bytes that each open
+    connection has sent and received."""
+    cpu = time.process_time() - Measured.cpu
     carried: dict[str, tuple[int, int]] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -124,7 +135,7 @@ def usage() -> dict[str, Any]:
                 carried[str(found.st_ino)] = _BYTES.unpack(info)
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
-    return {"cpu": time.process_time(), "mb": pages * resource.getpagesize() / 1e6, "carried": carried}
+    return {"cpu": cpu, "mb": pages * resource.getpagesize() / 1e6, "carried": carried}
 
 
 # -- the coordinator ---------------------------------------------------------------------------------------------------
@@ -271,14 +282,14 @@ class LightRank:
         self.cable = Cable(self.link, own)
 
     def _from_up(self, message: m.AnyMessage) -> None:
-        self.ranks.messages += 1
+        self.ranks.count(self.replica, message, TO_RANK)
         self.do(self.node.from_up(message))
 
     def do(self, actions: list[n.RankAction]) -> None:
         for action in actions if self.alive else ():
             match action:
                 case n.Up(message):
-                    self.ranks.messages += 1
+                    self.ranks.count(self.replica, message, TO_LEADER)
                     self.cable.send(message)
                 case n.ToPeer(replica, message):
                     peer = self.column.get(replica)
@@ -384,7 +395,8 @@ class Ranks:
         self.loop = asyncio.get_running_loop()
         self.columns: dict[int, dict[int, LightRank]] = {shard: {} for shard in range(*setup.columns)}
         self.entered: dict[int, list[float]] = {}  # epoch -> when ranks went on in it
-        self.messages = 0  # between ranks and leaders
+        # Messages between ranks and leaders, by replica and kind: how many have gone to the leader, and to a rank.
+        self.messages: dict[int, dict[str, list[int]]] = {}
         self.stalled_at = 0.0
         self.held: list[tuple[LightRank, LightRank, m.Message]] = []  # what one has said to another, cut off from it
         self.freed: set[LightRank] = set()  # their scripts may go on, though no step has begun
@@ -479,15 +491,22 @@ class Ranks:
     def times(self, epoch: int) -> dict[str, Any]:
         return {"times": self.entered.get(epoch, [])}
 
-    def count(self) -> dict[str, Any]:
-        return {"messages": self.messages, "ranks": sum(map(len, self.columns.values()))}
+    def count(self, replica: int, message: m.Message, way: int) -> None:
+        kinds = self.messages.setdefault(replica, {})
+        kinds.setdefault(type(message).__name__, [0, 0])[way] += 1
+
+    def usage(self) -> dict[str, Any]:
+        told = {**usage(), "messages": self.messages}
+        gc.collect()
+        return told
 
 
 async def ranks(setup: Setup) -> None:
+    gc.disable()  # it would look at all ranks for what one has left; in `usage` it does so at no rank's cost
     made = Ranks(setup)
     working = asyncio.gather(made.tick(), made.script())
     say(port=made.port)
-    await answer({name: getattr(made, name) for name in ("start", "kill", "stall", "cut", "views", "times", "count")})
+    await answer({name: getattr(made, name) for name in ("start", "kill", "stall", "cut", "views", "times", "usage")})
     working.cancel()
 
 
@@ -501,7 +520,10 @@ async def answer(calls: dict[str, Callable[..., dict[str, Any]]]) -> None:
     while line := await reader.readline():
         asked = msgspec.json.decode(line)
         name, number = asked.pop("call"), asked.pop("number")
-        say(answers=number, **(usage() if name == "usage" else calls[name](**asked)))
+        begun = time.thread_time()
+        say(answers=number, **({"usage": usage} | calls)[name](**asked))
+        if name == "usage":
+            Measured.cpu += time.thread_time() - begun
 
 
 def main() -> None:

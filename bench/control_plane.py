@@ -131,6 +131,16 @@ class ControlCost(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class ControlMessages(msgspec.Struct, frozen=True):
+    """The messages of one kind between the light ranks of one replica and their leader, for each of the ranks."""
+
+    what: str
+    replica: int
+    kind: str
+    to_leader: float
+    to_rank: float
+
+
 class ControlLoss(msgspec.Struct, frozen=True):
     what: str
     survivors: int
@@ -316,6 +326,22 @@ class Emulation:
         add("coordinator", [part for part in after if part.role == "coordinator"])
         add("busiest leader", [max(leaders, key=cpu)])
         add("light ranks", [part for part in after if part.role == "ranks"])
+        self._count(what, before, after)
+
+    def _count(
+        self, what: str, before: dict[ControlPart, dict[str, Any]], after: dict[ControlPart, dict[str, Any]]
+    ) -> None:
+        """Note which messages there were between the two."""
+        counts: dict[tuple[str, str], list[float]] = {}  # by replica and kind
+        for used, sign in ((before, -1), (after, 1)):
+            told = (one["messages"].items() for part, one in used.items() if part.role == "ranks")
+            for replica, kinds in itertools.chain.from_iterable(told):
+                for kind, ways in kinds.items():
+                    known = counts.setdefault((replica, kind), [0.0, 0.0])
+                    known[:] = (each + sign * n / (self.request.ranks - 1) for each, n in zip(known, ways, strict=True))
+        for (replica, kind), (up, down) in sorted(counts.items()):
+            if up or down:
+                self._report.add(ControlMessages(what, int(replica), kind, up, down))
 
     async def _entered(self, epoch: int, since: float, what: str, replicas: Collection[int]) -> None:
         """Wait until all ranks of `replicas` run in the view of `epoch`, and note when they did."""
@@ -356,12 +382,11 @@ class Emulation:
     async def rest(self) -> None:
         self._progress("at rest")
         before, begun = await self._usage(), time.monotonic()
-        counted = [await part.call("count") for part in self.light]
         await asyncio.sleep(self.request.rest)
-        messages = -sum(one["messages"] for one in counted)
-        messages += sum([(await part.call("count"))["messages"] for part in self.light])
         seconds = time.monotonic() - begun
         await self._cost("rest", before, begun)
+        counted = (one.to_leader + one.to_rank for one in self._report["messages"] if one.what == "rest")
+        messages = (self.request.ranks - 1) * sum(counted)
         self._report.more["messages_per_second"] = messages / seconds
         self._report.line(f"# at rest {messages / seconds:.0f} messages a second between light ranks and leaders")
 
@@ -496,6 +521,13 @@ COSTS = Table(
         f"{cost.received:.2f} MB received, {cost.memory:.0f} MB of memory"
     ),
 )
+MESSAGES = Table(
+    "messages",
+    ControlMessages,
+    line=lambda one: (
+        f"#   {one.what}, replica {one.replica}, {one.kind}: {one.to_leader:.2f} from a rank, {one.to_rank:.2f} to it"
+    ),
+)
 
 
 def heading(request: ControlRequest) -> list[str]:
@@ -506,4 +538,4 @@ def heading(request: ControlRequest) -> list[str]:
     ]
 
 
-EXPERIMENT = Experiment("control", ControlRequest, measure, (LOSSES, COSTS), csv="losses", heading=heading)
+EXPERIMENT = Experiment("control", ControlRequest, measure, (LOSSES, COSTS, MESSAGES), csv="losses", heading=heading)

@@ -22,11 +22,18 @@ def test_what_is_lost_comes_back(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "bench", "control", "--smoke", "--json"]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = json.loads(path.read_bytes())["losses"]
+    written = json.loads(path.read_bytes())
+    losses = written["losses"]
     faults = ("rank", "host", "replica", "coordinator")
     assert [loss["what"] for loss in losses] == ["start", *(x for fault in faults for x in (fault, f"{fault}: return"))]
     assert [loss["survivors"] for loss in losses] == [8, *len(faults) * (4, 8)]
     assert all(0 < loss["p50"] <= loss["p99"] <= loss["max"] for loss in losses)
+    told = {(x["what"], x["replica"], x["kind"]): (x["to_leader"], x["to_rank"]) for x in written["messages"]}
+    for replica in range(2):
+        assert told["start", replica, "Hello"] == (1.0, 0.0)
+        assert told["start", replica, "NewView"] == (0.0, 1.0)
+    assert told["rank: return", 1, "Hello"] == (1.0, 0.0)
+    assert ("rank: return", 0, "Hello") not in told
 
 
 def test_hosts_that_flap_are_lost_when_that_lasts_longer_than_the_heartbeat(tmp_path: Path) -> None:
