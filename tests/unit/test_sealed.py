@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import queue
 import select
 import socket
@@ -52,6 +53,15 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     far.settimeout(DEADLINE)
     with near, far:
         yield ends(near, far)
+
+
+@pytest.mark.parametrize("length", [0, 6, 32, 64, 65, 200])
+def test_the_tag_is_the_hmac_of_the_number_and_the_payload(length: int) -> None:
+    key = bytes(range(1, 1 + length))
+    mac = Mac(key)
+    for number, payload in enumerate((b"", b"one", bytes(100_000))):
+        tag = hmac.digest(key, number.to_bytes(8, "big") + payload, "sha256")[:TAG]
+        assert mac.seal((payload,), len(payload)) == len(payload).to_bytes(4, "big") + payload + tag
 
 
 Attack = Callable[[list[bytes]], list[bytes]]
