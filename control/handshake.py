@@ -47,12 +47,13 @@ from ftcomm.control.decode import decode_with
 from ftcomm.control.dropped import DropKind, printable
 from ftcomm.control.framing import LENGTH, cut, framed, missing
 from ftcomm.control.liveness import ports
-from ftcomm.control.sealed import Keys
+from ftcomm.control.sealed import Hmac, Keys
 from ftcomm.control.tls import NoTls, Session, Tls, is_hello
 from ftcomm.control.views import Address
 
 VERSION = 16
 MAX_HANDSHAKE = 4096  # bytes
+AT_ONCE = LENGTH + MAX_HANDSHAKE  # bytes that a server may receive at once: the client goes on when it is answered
 NONCE = 16  # bytes
 FILLER = 3600  # bytes
 MOST = (1 << 31) - 1  # of a number in an opening
@@ -189,7 +190,12 @@ def _decode(data: bytes, kind: type[Any]) -> Any:
 def _mac(token: str, use: bytes, *parts: bytes) -> bytes:
     """The MAC over `parts` for one `use`: "client", "server", "session", "refused" or "elsewhere". None of these begins
     with another one."""
-    return hmac.digest(token.encode(), use + b"".join(parts), "sha256")
+    return _keyed(token).digest(use, *parts)
+
+
+@functools.lru_cache(8)  # a process has one token, as a rule
+def _keyed(token: str) -> Hmac:
+    return Hmac(token.encode())
 
 
 _ELSEWHERE = "another process listens there now than the one of that address"

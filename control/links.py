@@ -24,6 +24,7 @@ from ftcomm.control.fork import keep_from_children
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.rate_limit import HandshakeRateLimit, source_of
 from ftcomm.control.sealed import Channel
+from ftcomm.control.stream import Stream
 from ftcomm.control.view_differences import EncodedOnce, UntoldError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
@@ -56,48 +57,39 @@ async def serve_messages(
     connection, since what follows it cannot be trusted; so does a view that leaves out what was never told, since the
     next one would, too.
     """
-    messages = _Messages(channel, on_message, writer_ready, decode)
-    transport, _ = await asyncio.get_running_loop().create_connection(lambda: messages, sock=channel.detach())
+    messages = _Messages(channel, on_message, decode)
+    stream = Stream(channel.detach(), messages.arrived, messages.end)
     try:
+        try:
+            writer_ready(wire.Writer(channel, stream))
+        except OSError as error:
+            messages.end(error)
+        stream.begin()
         return await messages.ended
     finally:
-        transport.close()
+        stream.close()
 
 
-class _Messages(asyncio.Protocol):
+class _Messages:
     """Hands the messages of a connection on in the callback of its socket. A leader takes some from each of thousands
     of ranks, and to wake a task for each would cost as much as all else."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        on_message: Callable[[Any], None],
-        writer_ready: Callable[[wire.Writer], None],
-        decode: Callable[[bytes], Any],
-    ) -> None:
-        self._channel, self._on_message, self._writer_ready, self._decode = channel, on_message, writer_ready, decode
+    def __init__(self, channel: Channel, on_message: Callable[[Any], None], decode: Callable[[bytes], Any]) -> None:
+        self._channel, self._on_message, self._decode = channel, on_message, decode
         self._views = ViewsReceived()
-        self._writable = asyncio.Event()
-        self._writable.set()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it ended
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        try:
-            self._writer_ready(wire.Writer(self._channel, transport, self._writable))
-        except OSError as error:
-            self._end(error)
-        except Exception as error:
-            self.ended.set_exception(error)
-
-    def data_received(self, data: bytes) -> None:
+    def arrived(self, data: bytes) -> None:
         if self.ended.done():
             return
         try:
             for payload in self._channel.arrived(data, wire.MAX_MESSAGE):
                 self._take(payload)
         except (UntoldError, OSError) as error:
-            self._end(error)
+            self.end(error)
+        except Exception as error:
+            drop("internal", f"on input: {error!r}; it connects again", error=error)
+            self.end(error)
 
     def _take(self, payload: bytes) -> None:
         try:
@@ -111,20 +103,7 @@ class _Messages(asyncio.Protocol):
         except Exception as error:
             drop("internal", f"{type(message).__name__}: {error!r}", error=error)
 
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
-    def eof_received(self) -> None:
-        self._end(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._writable.set()
-        self._end(error)
-
-    def _end(self, error: Exception | None) -> None:
+    def end(self, error: Exception | None) -> None:
         if isinstance(error, UntoldError):
             drop("message", f"{error}; it connects again")
         if not self.ended.done():
@@ -331,6 +310,7 @@ class Listener:
         name: str = "",
     ):
         sock.setblocking(False)
+        wire.tune(sock)  # the kernel hands that down
         self._sock, self._credentials, self._on_peer, self._name = keep_from_children(sock), credentials, on_peer, name
         self._rate_limit = HandshakeRateLimit()
         self._strangers = ConnectionLimit[_Arrival](MAX_HANDSHAKES)
@@ -424,9 +404,10 @@ class _Arrival:
     def begin(self, credentials: handshake.Credentials, name: str) -> None:
         try:
             self.sock.setblocking(False)
-            wire.tune(self.sock)
+            wire.inherited(self.sock)
             steps = handshake.server(credentials, name, handshake.place(self.sock.getsockname))
-            self._handshake = wire.Handshake(self.sock, steps, HANDSHAKE_TIMEOUT, functools.partial(self._ended, self))
+            ended = functools.partial(self._ended, self)
+            self._handshake = wire.Handshake(self.sock, steps, HANDSHAKE_TIMEOUT, ended, most=handshake.AT_ONCE)
             self._handshake.begin()
         except Exception as error:
             self._ended(self, None, error)

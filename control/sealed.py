@@ -36,6 +36,25 @@ Buffer = bytes | bytearray | memoryview
 Incoming = Generator[int, Buffer, memoryview]
 
 
+class Hmac:
+    """HMAC-SHA256 with one key. It keeps its two hashes as they are after the key, and so takes less than half as long
+    as the module `hmac`, which makes them anew, with short data."""
+
+    def __init__(self, key: bytes) -> None:
+        block = hashlib.sha256().block_size
+        padded = (key if len(key) <= block else hashlib.sha256(key).digest()).ljust(block, b"\0")
+        self._inner = hashlib.sha256(padded.translate(_INNER))
+        self._outer = hashlib.sha256(padded.translate(_OUTER))
+
+    def digest(self, *parts: Buffer) -> bytes:
+        """Returns the HMAC of all parts together."""
+        inner, outer = self._inner.copy(), self._outer.copy()
+        for part in parts:
+            inner.update(part)
+        outer.update(inner.digest())
+        return outer.digest()
+
+
 class BadRecord(ConnectionError):
     """The other side did not send this record. It was counted, and the connection is of no more use."""
 
@@ -50,7 +69,7 @@ class Keys:
     def of(self, use: str, *, sending: bool) -> bytes:
         """Returns a key of 32 bytes for one use in one direction."""
         way = "client to server" if sending == self.client else "server to client"
-        return hmac.digest(self.secret, f"{use}, {way}".encode(), "sha256")
+        return Hmac(self.secret).digest(f"{use}, {way}".encode())
 
 
 class Seal(Protocol):
@@ -69,13 +88,10 @@ class Seal(Protocol):
 class Mac:
     """HMAC-SHA256, cut to 16 bytes. It is what the standard library has that is fast with long records: 1.7 GB/s on a
     core with the instructions for it, where keyed BLAKE2b has 0.7. A short record takes 2 us (docs/security.md says how
-    that is measured); the two hashes are kept as they are after the key, which takes less than an object of `hmac`."""
+    that is measured)."""
 
     def __init__(self, key: bytes) -> None:
-        block = hashlib.sha256().block_size
-        padded = (key if len(key) <= block else hashlib.sha256(key).digest()).ljust(block, b"\0")
-        self._inner = hashlib.sha256(padded.translate(_INNER))
-        self._outer = hashlib.sha256(padded.translate(_OUTER))
+        self._hmac = Hmac(key)
         self._count = 0
 
     def seal(self, payload: Sequence[Buffer], nbytes: int) -> bytes:
@@ -88,13 +104,8 @@ class Mac:
         return payload
 
     def _tag(self, payload: Iterable[Buffer]) -> bytes:
-        inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update(self._count.to_bytes(8, "big"))
-        for part in payload:
-            inner.update(part)
-        self._count += 1
-        outer.update(inner.digest())
-        return outer.digest()[:TAG]
+        number, self._count = self._count.to_bytes(8, "big"), self._count + 1
+        return self._hmac.digest(number, *payload)[:TAG]
 
 
 class Tunnel(Protocol):

@@ -19,6 +19,7 @@ from ftcomm.control.handshake import Credentials, HandshakeError, HungUp, Unspok
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Channel, Connection
+from ftcomm.control.stream import Stream
 from ftcomm.control.views import Address
 
 MAX_MESSAGE = 16 << 20  # bytes of a frame of the control plane; longer ones are refused unread
@@ -48,6 +49,12 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
     with contextlib.suppress(OSError):  # Linux 6.15
         sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, 1000)
+
+
+def inherited(accepted: socket.socket) -> None:
+    """Make sure that a connection is as `tune` has made the socket at which it came in. Linux hands that down."""
+    if accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) != USER_TIMEOUT:
+        tune(accepted)
 
 
 def for_bulk(sock: Connection, seconds: float = 0.0) -> None:
@@ -214,12 +221,15 @@ class Handshake:
         timeout: float,
         ended: Callable[[Any, Exception | None], None],
         on_mute: Callable[[], None] | None = None,
+        most: int = 0,
     ) -> None:
         self._sock, self._steps, self._timeout, self._ended, self._on_mute = sock, steps, timeout, ended, on_mute
+        self._most = most
         self._loop = asyncio.get_running_loop()
         self._unsent: bytes | memoryview = b""
-        self._wanted = 0  # the bytes that the steps wait for
-        self._came: bytes | None = None  # those of them that have come; None: the steps wait for none
+        self._sent = False  # whether the steps have said something since input was last looked for
+        self._wanted = 0  # how many bytes the steps wait for
+        self._come = b""  # what has come of them, or beyond
         self._spoken = False  # whether the other side has sent anything
         self._awaits: Callable[[int], bool] | None = None  # ends the wait for the socket, if there is one
         self._over = False
@@ -238,44 +248,56 @@ class Handshake:
     def _go_on(self) -> None:
         """Go as far as is possible without a wait."""
         try:
-            while self._goes_on():
-                pass
+            while not self._unsent or self._send():
+                received = self._take()
+                if received is None and self._wanted:
+                    self._wait(self._loop.remove_reader)
+                    return
+                data = next(self._steps) if received is None else self._steps.send(received)
+                if isinstance(data, int):
+                    self._wanted = data
+                else:
+                    self._unsent, self._sent = data, True
+            self._wait(self._loop.remove_writer)
             return
         except StopIteration as stop:
             result, error = stop.value, None
         except Exception as failed:
             result, error = None, failed
+        if self._come and error is None:
+            error = HandshakeError("it says more than it may before it has the answer")
         self._end(result, error)
 
-    def _goes_on(self) -> bool:
-        """Do the next thing; False if that has to wait for the socket. Raises `StopIteration` with the result."""
-        if self._unsent:
-            return self._send()
-        if self._came is not None and len(self._came) < self._wanted:
-            return self._receive(self._came)
-        received, self._came = self._came, None
-        data = next(self._steps) if received is None else self._steps.send(received)
-        if isinstance(data, int):
-            self._wanted, self._came = data, b""
-        else:
-            self._unsent = data
-        return True
-
     def _send(self) -> bool:
+        """Send what there is room for; returns whether that is all."""
         try:
-            self._unsent = memoryview(self._unsent)[self._sock.send(self._unsent) :]
+            sent = self._sock.send(self._unsent)
         except BlockingIOError:
-            self._wait(self._loop.remove_writer)
             return False
         except ConnectionError:  # what was sent before the end may say why it ended
-            self._unsent = b""
-        return True
+            sent = len(self._unsent)
+        self._unsent = memoryview(self._unsent)[sent:] if sent < len(self._unsent) else b""
+        return not self._unsent
 
-    def _receive(self, came: bytes) -> bool:
+    def _take(self) -> bytes | None:
+        """Returns the bytes that the steps want; None if they want none, or not all have come."""
+        if not self._wanted:
+            return None
+        while len(self._come) < self._wanted:
+            if not self._receive():
+                return None
+        taken, self._come = self._come[: self._wanted], self._come[self._wanted :]
+        self._wanted = 0
+        return taken
+
+    def _receive(self) -> bool:
+        """Receive some of the bytes that are wanted; False if none have come yet."""
+        if self._sent:  # the other side answers later; a look before that would be in vain
+            self._sent = False
+            return False
         try:
-            part = self._sock.recv(self._wanted - len(came))
+            part = self._sock.recv(max(self._most, self._wanted) - len(self._come))
         except BlockingIOError:
-            self._wait(self._loop.remove_reader)
             return False
         if not part:
             raise (HungUp if self._spoken else Unspoken)("the connection was closed during the handshake")
@@ -283,7 +305,7 @@ class Handshake:
             self._timer.cancel()
             self._timer = self._loop.call_later(self._timeout, self._late)
         self._spoken = True
-        self._came = came + part
+        self._come += part
         return True
 
     def _wait(self, ends: Callable[[int], bool] | None) -> None:
@@ -344,12 +366,11 @@ async def handshake(
 
 
 class Writer:
-    """The sending side of a `Channel` in asyncio, for one event loop. `writable` is cleared as long as the protocol of
-    the transport is told to pause, and set at its end."""
+    """The sending side of a `Channel` in asyncio, for one event loop."""
 
-    def __init__(self, channel: Channel, transport: asyncio.WriteTransport, writable: asyncio.Event) -> None:
-        self._channel, self._transport, self._writable = channel, transport, writable
-        self._sock = transport.get_extra_info("socket")
+    def __init__(self, channel: Channel, stream: Stream) -> None:
+        self._channel, self._stream = channel, stream
+        self.flushed, self.close = stream.flushed, stream.close
 
     def write(self, data: bytes) -> None:
         """Write a message. Does not block: what the other side does not read is kept, up to `MAX_UNSENT`, and then the
@@ -357,21 +378,12 @@ class Writer:
         sent."""
         if len(data) > MAX_MESSAGE:
             drop("unsent", f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
-        elif self._transport.get_write_buffer_size() > MAX_UNSENT:
+        elif self._stream.unsent > MAX_UNSENT:
             drop("unsent", f"gave up a connection whose other side has left more than {MAX_UNSENT} bytes unread")
-            self._transport.abort()
-        elif not self._transport.is_closing():  # a closing one would count a record that is never sent
-            self._transport.write(self._channel.record(data))
-
-    async def flushed(self) -> None:
-        """Wait until the kernel has all that was written, or the connection has ended."""
-        self._transport.set_write_buffer_limits(high=0)
-        await self._writable.wait()
+            self._stream.abort()
+        elif not self._stream.is_closing:  # a closing one would count a record that is never sent
+            self._stream.write(self._channel.record(data))
 
     def unanswered(self) -> float | None:
         """The seconds for which the kernel at the other end has not answered, as in `ftcomm.control.liveness`."""
-        return unanswered(self._sock)
-
-    def close(self) -> None:
-        """Flush what can be flushed, and close."""
-        self._transport.close()
+        return unanswered(self._stream.sock)

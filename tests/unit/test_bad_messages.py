@@ -14,6 +14,7 @@ import pytest
 from ftcomm.control import dropped, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
+from ftcomm.control.stream import Stream
 from ftcomm.control.view_differences import difference
 from ftcomm.control.views import NO_ADDRESSES, Member, View
 from tests.rigs.peers import DEADLINE, GOOD, MB, NO_MESSAGE, pair, push
@@ -111,23 +112,27 @@ def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch, 
 
     async def run() -> None:
         with pair() as (near, far):
-            _, stream = await asyncio.open_connection(sock=near)
-            writer = wire.Writer(ends(near, far)[0], stream.transport, asyncio.Event())
+            near.setblocking(False)
+            stream = Stream(near, print, ended.append)
+            writer = wire.Writer(ends(near, far)[0], stream)
             for _ in range(100):
                 writer.write(b"x" * 100_000)
-                assert stream.transport.get_write_buffer_size() < 2 * MB
-            assert stream.transport.is_closing()
+                assert stream.unsent < 2 * MB
+            assert stream.is_closing
+
+    ended: list[OSError | None] = []
 
     asyncio.run(run())
     assert count("unsent") > 0
+    assert ended == [None]
 
 
 def test_a_message_that_is_too_long_is_not_sent(count: Callable[[str], int]) -> None:
     async def run() -> None:
         with pair() as (near, far):
-            _, stream = await asyncio.open_connection(sock=near)
             channel, other = ends(near, far)
-            writer = wire.Writer(channel, stream.transport, asyncio.Event())
+            near.setblocking(False)
+            writer = wire.Writer(channel, Stream(near, print, print))
             writer.write(bytes(wire.MAX_MESSAGE + 1))
             writer.write(b"next")
             assert await asyncio.to_thread(other.recv, 100) == b"next"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -60,6 +61,69 @@ def test_an_end_before_anything_was_said_is_told_from_a_later_one(said: bytes, e
             assert type(ended.value) is error
 
     asyncio.run(run())
+
+
+def test_what_is_received_ahead_is_given_to_the_steps_in_parts() -> None:
+    def steps() -> Wired:
+        first = yield 1
+        return first + (yield 3) + (yield 1)
+
+    async def run() -> None:
+        with pair() as (near, far):
+            far.sendall(b"abcde")
+            ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            wire.Handshake(near, steps(), DEADLINE, lambda done, error: ended.set_result(done), most=10).begin()
+            assert await ended == b"abcde"
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("time_for_handshakes")
+def test_who_says_more_than_he_may_before_he_is_answered_is_closed(count: Callable[[str], int]) -> None:
+    """Else what he has said would be lost, and he would wait for an answer to it."""
+    steps = handshake.client_steps(CREDENTIALS, "rank", {})
+
+    async def run() -> None:
+        async with listening(nobody) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(framed(next(steps)))
+            next(steps)
+            length = int.from_bytes(await reader.readexactly(4), "big")
+            writer.write(framed(steps.send(await reader.readexactly(length))) + b"a record")
+            await closed(reader)
+            writer.close()
+
+    asyncio.run(run())
+    assert count("handshake") == 1
+
+
+@pytest.mark.usefixtures("time_for_handshakes")
+def test_a_connection_that_comes_in_is_tuned_like_one_that_goes_out() -> None:
+    options = [socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
+    options += [socket.TCP_USER_TIMEOUT, 16, 44]  # the last ones as in `tune`
+
+    def tuned(sock: socket.socket) -> list[int]:
+        known = [sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+        for option in options:
+            with contextlib.suppress(OSError):  # TCP_RTO_MAX_MS is of Linux 6.15
+                known.append(sock.getsockopt(socket.IPPROTO_TCP, option))
+        return known
+
+    async def peer(channel: Channel, opening: handshake.Opening) -> None:
+        arrived.append(tuned(channel.detach()))
+        channel.close()
+
+    async def run() -> None:
+        async with listening(peer) as address:
+            with await open_socket(address, CREDENTIALS, "rank", {}) as sock:
+                await until(lambda: bool(arrived))
+                arrived.append(tuned(sock.detach()))
+
+    arrived: list[list[int]] = []
+    asyncio.run(run())
+    plain = socket.socket()
+    assert arrived[0] == arrived[1] != tuned(plain)
+    plain.close()
 
 
 def test_an_error_of_the_steps_is_raised_and_nothing_is_waited_for_after_it() -> None:
