@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -111,8 +112,13 @@ def say(**fields: Any) -> None:
 
 def address(port: int, nonce: str, host: int) -> Address:
     here = liveness.boot(), os.getpid(), 3
-    rack = f"host {host:0{LABEL}d}"
-    return Address(HOST, port, *here, nonce, rack=rack, network=liveness.network(), pids=liveness.pids())
+    network, pids = namespaces()
+    return Address(HOST, port, *here, nonce, rack=f"host {host:0{LABEL}d}", network=network, pids=pids)
+
+
+@functools.cache
+def namespaces() -> tuple[str, str]:
+    return liveness.network(), liveness.pids()
 
 
 class Measured:
@@ -260,17 +266,17 @@ class LightRank:
         setup = ranks.setup
         nonce = secrets.token_hex(16)
         own = listen(HOST, 0) if setup.flaps(shard) else None
-        self._listener = None if own is None else Listener(own, setup.credentials, ranks.called, name=nonce)
+        self._listener = None if own is None else Listener(own, ranks.credentials, ranks.called, name=nonce)
         port = ranks.port if own is None else own.getsockname()[1]
         here = address(port, nonce, setup.host(replica, shard))
-        self.node = n.RankNode(replica, shard, here, setup.timeouts, setup.replicas, setup.ranks)
+        self.node = n.RankNode(replica, shard, here, ranks.timeouts, setup.replicas, setup.ranks)
         self.column = ranks.columns[shard]
         self.alive, self.stalled = True, False
         self.step = 0  # the boundary that the script comes to next
         self.standing = True  # it waits, for a view or at a boundary
         self.link = Link(
             (HOST, leader),
-            setup.credentials,
+            ranks.credentials,
             "rank",
             {"replica": replica, "shard": shard},
             on_open=lambda: self.do(self.node.up_opened()),
@@ -339,6 +345,8 @@ class LightRank:
 
     def waits(self) -> tuple[int, tuple[int, ...]]:
         """The op that stands still, and for whom: for a rank of its column whose script stands still."""
+        if not self.ranks.stalled_at:
+            return 0, ()
         view = self.node.view
         held = [
             x.replica for x in self.column.values() if x.stalled and view is not None and x.replica in view.replicas
@@ -355,7 +363,7 @@ class LightRank:
         self.do(self.node.tick(now))
         waits = self.waits()[1]
         view = self.node.view
-        if waits and view is not None and now - self.ranks.stalled_at > self.ranks.setup.timeouts.op_floor:
+        if waits and view is not None and now - self.ranks.stalled_at > self.ranks.timeouts.op_floor:
             lasted = now - self.ranks.stalled_at
             self.do(self.node.stalled(view.epoch, 0, waits, lasted))
 
@@ -391,7 +399,7 @@ class Ranks:
     """All light ranks of one process."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+        self.setup, self.timeouts, self.credentials = setup, setup.timeouts, setup.credentials
         self.loop = asyncio.get_running_loop()
         self.columns: dict[int, dict[int, LightRank]] = {shard: {} for shard in range(*setup.columns)}
         self.entered: dict[int, list[float]] = {}  # epoch -> when ranks went on in it
@@ -404,7 +412,7 @@ class Ranks:
         self._coming: list[LightRank] = []  # without a connection yet
         sock = listen(HOST, 0)
         self.port = sock.getsockname()[1]
-        self._listener = Listener(sock, setup.credentials, self.called, name="light ranks")
+        self._listener = Listener(sock, self.credentials, self.called, name="light ranks")
 
     async def called(self, channel: Any, opening: Any) -> None:
         channel.close()
@@ -419,7 +427,7 @@ class Ranks:
                     rank.tick(begun)
             slice_ = (slice_ + 1) % SLICES
             late = time.monotonic() - begun
-            await asyncio.sleep(max(0.0, self.setup.timeouts.beat / SLICES - late))
+            await asyncio.sleep(max(0.0, self.timeouts.beat / SLICES - late))
 
     async def script(self) -> None:
         """Let all scripts go on when the clock says so."""

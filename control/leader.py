@@ -51,6 +51,9 @@ class ToPeerLeader(msgspec.Struct, frozen=True):
 
 LeaderAction = ToCoordinator | ToRank | ToPeerLeader
 
+_FROM_EACH = (m.Ready, m.CaughtUp, m.Finished)  # what counts when all ranks have said it
+_PASSED_UP = (m.Reachable, m.Stalled, m.Report)
+
 NAMED = 64  # ranks that have not come, of those that are named
 MANY = 256  # proposals of one view that a leader remembers; far more than there can be
 
@@ -114,6 +117,8 @@ class Leader:
         self._losses, self._resumptions = Losses(), Resumptions(ranks)
         self.epoch = 0  # the newest view that all ranks have installed
         self.heard = 0  # the newest view that this leader was told of
+        self._news: m.Queued | None = None  # that all ranks but rank 0 are told with the next beat
+        self._early: set[int] = set()  # ranks but rank 0 that are told then that they wait for others
         self._told: dict[str, set[int]] = {"Ready": set(), "CaughtUp": set(), "Finished": set()}
         self.ready = False  # the scripts of all ranks are ready
         self._loops: dict[int, int] = {}  # in which step loop each of them waits to join
@@ -158,11 +163,20 @@ class Leader:
         ping = m.Ping(unheard)
         actions += self._to_ranks(ping) if self.asks_all else [ToRank(0, ping)]
         self._beat = (self._beat + 1) % self._beats
+        actions += self._late_news()
         for shard, seconds in silent.items():
             if seconds > self._timeouts.give_up:
                 self.detector.forget(shard)
                 actions += self.rank_lost(shard, f"silent for {seconds:.1f} s")
         return actions
+
+    def _late_news(self) -> list[LeaderAction]:
+        """Tell all ranks but rank 0 what they wait for, if they still do: most of that is over before a beat is, and
+        would cost a message to each of thousands."""
+        news, self._news = self._news, None
+        told = [] if news is None else [ToRank(shard, news) for shard in range(1, self.ranks)]
+        early, self._early = self._early & self._told["Ready"], set()
+        return [*told, *self._wait_for_siblings(sorted(early))]
 
     @property
     def asks_all(self) -> bool:
@@ -275,11 +289,14 @@ class Leader:
             if self.ready or 0 < message.loop < self._behind:
                 return []  # a repetition
             self._loops[shard] = message.loop
-        if isinstance(message, m.Ready | m.CaughtUp | m.Finished):
+        if isinstance(message, _FROM_EACH):
             told = self._told[type(message).__name__]
             told.add(shard)
             if len(told) < self.ranks:
-                return self._wait_for_siblings(shard, told) if isinstance(message, m.Ready) else []
+                if shard == 0 and isinstance(message, m.Ready):
+                    return self._wait_for_siblings([0])
+                self._early |= {shard} if isinstance(message, m.Ready) else set()
+                return []
             told.clear()
             self.ready = self.ready or isinstance(message, m.Ready)
             self.caught_up = self.caught_up or isinstance(message, m.CaughtUp)
@@ -292,7 +309,7 @@ class Leader:
             return [ToCoordinator(said)] if said is not None else []
         if isinstance(message, m.Reachable):
             self._losses.reached(message.replica, shard)
-        if isinstance(message, m.Reachable | m.Stalled | m.Report):
+        if isinstance(message, _PASSED_UP):
             return [ToCoordinator(message)]
         return []
 
@@ -330,13 +347,18 @@ class Leader:
             given.append(ToRank(shard, m.Prepare(change.number, change.epoch, change.step, change.loop)))
         return given
 
-    def _wait_for_siblings(self, shard: int, ready: set[int]) -> list[LeaderAction]:
+    def _wait_for_siblings(self, shards: list[int]) -> list[LeaderAction]:
+        """Tell ranks that are ready for which others they wait."""
+        if not shards:
+            return []
+        ready = self._told["Ready"]
         count = self.ranks - len(ready)
         missing = f"{count} of {self.ranks}"
-        if count <= NAMED:  # else each of so many would cost a look at all
+        if count <= NAMED:
             missing = ", ".join(str(other) for other in range(self.ranks) if other not in ready)
         reason = f"joins when all ranks of this replica are ready for it; missing: {missing}"
-        return [ToRank(shard, m.Queued(reason, m.Stage.JOINING))]
+        queued = m.Queued(reason, m.Stage.JOINING)
+        return [ToRank(shard, queued) for shard in shards]
 
     def rank_lost(self, shard: int, reason: str, script: ScriptEnd | None = None) -> list[LeaderAction]:
         """The replica is the unit of failure: without one of its ranks it is lost. `script` is how that of the rank has
@@ -507,7 +529,11 @@ class Leader:
 
     def _give(self, message: m.Message) -> list[LeaderAction]:
         """Give a message to all ranks. A rank whose connection breaks gets it again, since it may have been lost."""
-        if not isinstance(message, m.WhoWaits | m.Queued):  # these matter only at the moment
+        if isinstance(message, m.Queued):  # matters only at the moment, and to rank 0 first, which may log it
+            self._news = message
+            return [ToRank(0, message)]
+        if not isinstance(message, m.WhoWaits):  # matters only at the moment, too
+            self._news = None
             self._given.pop(type(message).__name__, None)  # the newest is said last
             self._given[type(message).__name__] = message
         return self._to_ranks(message)

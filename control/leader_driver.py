@@ -80,8 +80,8 @@ class LeaderDriver:
         if isinstance(action, ToCoordinator):
             if self.up.link is not None:
                 self.up.link.send(action.message)
-        elif action.shard in self.ranks:
-            self.ranks[action.shard].send(action.message)
+        elif (there := self.ranks.get(action.shard)) is not None:
+            there.send(action.message)
 
     def look(self) -> None:
         """Look which kernels answer, before anything more is sent to them."""

@@ -150,10 +150,12 @@ class LeaderNode:
         """Returns what is to be sent. `missing` are the ranks that have not come to a boundary, if this is the moment
         to say so."""
         result: list[LeaderNodeAction] = []
-        waits = m.BoundaryWaits(self.leader.waiting(), self._waits.ranks if missing is None else missing)
-        if waits != self._waits:  # said first: a rank that has passed a boundary waits there for nobody
-            self._waits = waits
-            result.append(ToRank(0, waits))
+        waits, known = self.leader.waiting(), self._waits
+        ranks = known.ranks if missing is None else missing
+        if waits != known.replicas or ranks != known.ranks:
+            # Said first: a rank that has passed a boundary waits there for nobody.
+            self._waits = m.BoundaryWaits(waits, ranks)
+            result.append(ToRank(0, self._waits))
         for action in actions:
             if isinstance(action, lead.ToPeerLeader):
                 result.append(ToRank(0, m.ForLeader(action.replica, action.message)))

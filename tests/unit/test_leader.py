@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.leader import NAMED, Leader, ToCoordinator, ToPeerLeader, ToRank
+from ftcomm.control.leader import NAMED, Leader, LeaderAction, ToCoordinator, ToPeerLeader, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.rank_node import RankNode
 from ftcomm.control.script_end import ScriptEnd
@@ -190,15 +190,44 @@ def test_a_rank_of_an_earlier_life_counts_for_nothing_in_the_next() -> None:
     assert made.from_rank(1, m.CaughtUp(9), 0.0) == [ToCoordinator(m.CaughtUp(9))]
 
 
+def _queued(actions: list[LeaderAction]) -> dict[int, str]:
+    """By rank, what it is told to wait for."""
+    told = [action for action in actions if isinstance(action, ToRank) and isinstance(action.message, m.Queued)]
+    return {action.shard: action.message.reason for action in told if isinstance(action.message, m.Queued)}
+
+
 def test_a_joiner_names_the_ranks_that_it_waits_for_once_they_are_few() -> None:
     """To name them looks at all ranks: of thousands each would cost the leader a look at the others."""
     ranks = NAMED + 5
     made = Leader(0, "life", ranks, Timeouts.derive(120.0, 10.0))
-    said = [action.message for shard in range(ranks - 1) for action in made.from_rank(shard, m.Ready())]
-    reasons = [message.reason for message in said if isinstance(message, m.Queued)]
+    reasons = []
+    for shard in range(ranks - 1):
+        at_once = _queued(made.from_rank(shard, m.Ready()))
+        assert bool(at_once) is (shard == 0), "the others are told with the next beat"
+        reasons.append({**at_once, **_queued(made.tick(0.0))}.pop(shard))
     assert [reason.rpartition(": ")[2] for reason in reasons[:4]] == [f"{ranks - 1 - at} of {ranks}" for at in range(4)]
     assert reasons[4].endswith("missing: " + ", ".join(map(str, range(5, ranks))))
     assert reasons[-1].endswith(f"missing: {ranks - 1}")
+
+
+def test_ranks_that_wait_for_less_than_a_beat_are_not_told_so() -> None:
+    """Nor that they wait for others, nor what the coordinator says of it: of thousands each would get it in vain."""
+    made = of_two()
+    assert not _queued(made.from_rank(1, m.Ready()))
+    assert made.from_rank(0, m.Ready()) == [ToCoordinator(m.Ready())]
+    assert made.from_coordinator(m.Queued("at the next boundary")) == [ToRank(0, m.Queued("at the next boundary"))]
+    made.from_coordinator(m.NewView(view(1, (0, 1), 2)))
+    assert not _queued(made.tick(0.0))
+
+
+def test_with_a_beat_ranks_are_told_the_newest_of_what_they_wait_for_once() -> None:
+    made = of_two()
+    made.from_coordinator(m.Queued("older"))
+    made.from_coordinator(m.Queued("newer"))
+    assert _queued(made.tick(0.0)) == {1: "newer"}
+    made.from_rank(1, m.Ready())
+    assert _queued(made.tick(0.0)) == {1: "joins when all ranks of this replica are ready for it; missing: 0"}
+    assert not _queued(made.tick(0.0))
 
 
 def test_a_joiner_that_is_sent_on_is_ready_again_when_all_its_ranks_are() -> None:
