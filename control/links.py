@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import selectors
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
@@ -277,7 +278,7 @@ async def connected(address: tuple[str, int], timeout: float) -> socket.socket:
     try:
         sock.setblocking(False)
         wire.tune(sock)
-        await wait_for(timeout, asyncio.get_running_loop().sock_connect(sock, address))
+        await _connect(sock, address, timeout)
         return sock
     except BaseException as error:
         sock.close()
@@ -288,6 +289,44 @@ async def connected(address: tuple[str, int], timeout: float) -> socket.socket:
         if isinstance(error, ValueError | OverflowError):  # an impossible address was told
             raise ConnectionError(f"no address: {error}") from None
         raise
+
+
+async def _connect(sock: socket.socket, address: tuple[str, int], timeout: float) -> None:
+    """Connects without a task of its own, unless a name has to be looked up. Raises `OSError`,
+    `asyncio.TimeoutError`, and on an impossible address `ValueError` or `OverflowError`."""
+    loop = asyncio.get_running_loop()
+    if not _is_literal(sock.family, address[0]):
+        await wait_for(timeout, loop.sock_connect(sock, address))
+        return
+    try:
+        sock.connect(address)
+        return
+    except BlockingIOError:
+        pass
+    over: asyncio.Future[bool] = loop.create_future()  # whether in time
+
+    def end(in_time: bool) -> None:
+        if not over.done():
+            over.set_result(in_time)
+
+    timer = loop.call_later(timeout, end, False)
+    loop.add_writer(sock.fileno(), end, True)
+    try:
+        if not await over:
+            raise asyncio.TimeoutError
+    finally:
+        loop.remove_writer(sock.fileno())
+        timer.cancel()
+    if failed := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(failed, f"{os.strerror(failed)}: {address[0]}:{address[1]}")
+
+
+def _is_literal(family: int, host: str) -> bool:
+    try:
+        socket.inet_pton(family, host)
+    except (OSError, ValueError):  # a name, an address with a zone, or text that is neither
+        return False
+    return True
 
 
 class Listener:
