@@ -45,6 +45,7 @@ from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.agent import Agent, Gone
 from ftcomm.control.data_plane import DataPlane
+from ftcomm.control.gathered import RESUMED
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.leader_process import LeaderCharge, LeaderProcess
 from ftcomm.control.limits import RANKS
@@ -53,7 +54,7 @@ from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import Store
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
-from ftcomm.control.views import Address, View
+from ftcomm.control.views import Address, Life, View
 
 HOST = "127.0.0.1"
 LABEL = 60  # digits: a name of 15 characters, a boot id, and room
@@ -271,6 +272,7 @@ class LightRank:
         here = address(port, nonce, setup.host(replica, shard))
         self.node = n.RankNode(replica, shard, here, ranks.timeouts, setup.replicas, setup.ranks)
         self.column = ranks.columns[shard]
+        self._linked: set[Life] = set()  # to which it has links
         self.alive, self.stalled = True, False
         self.step = 0  # the boundary that the script comes to next
         self.standing = True  # it waits, for a view or at a boundary
@@ -329,19 +331,24 @@ class LightRank:
     def _freeze(self, view: View) -> None:
         if self.stalled:
             return
+        lives = {(x.replica, x.incarnation) for x in view.members if x.replica in self.column}
+        for replica, _ in sorted(lives - self._linked - {(self.replica, self.node.machine.incarnation)}):
+            self.do(self.node.peer_opened(replica))  # the links that are made for the view
+        self._linked = lives
         self.do(self.node.quiesced(view.epoch, m.Progress(0, ())))
-        for replica in view.replicas:  # the links that are made for the view
-            if replica in self.column and replica != self.replica:
-                self.do(self.node.peer_opened(replica))
 
     def _enter(self, view: View) -> None:
         if not self.node.wants(view):
             return
-        if self.node.view is None:
+        joins = self.node.view is None
+        if joins:
             self.step, self.standing = view.step or 0, False
         self.ranks.freed.add(self)
         self.ranks.entered.setdefault(view.epoch, []).append(time.monotonic())
         self.do(self.node.entered(view))
+        if not joins:  # as `ftcomm.control.view_entry` has it
+            times = {"told_ms": 0.0, "resume_ms": 0.0}
+            self.do(self.node.tell(m.Report(RESUMED, {"rank": self.shard, "epoch": view.epoch, **times})))
 
     def waits(self) -> tuple[int, tuple[int, ...]]:
         """The op that stands still, and for whom: for a rank of its column whose script stands still."""

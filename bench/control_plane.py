@@ -66,7 +66,7 @@ class ControlRequest:
     hosts: int = option(8, help="Hosts that the ranks of each count as being on.")
     processes: int = option(2, help="Processes for the light ranks.")
     faults: tuple[str, ...] = option(USUAL, kind=choices(*FAULTS), help="One after the other.")
-    rest: float = option(10.0, help="Seconds at rest that are measured.")
+    rest: float = option(10.0, help="Seconds at rest that are measured; 0: none.")
     pace: float = option(1.0, help="Seconds of a step.")
     op_timeout: float = option(120.0, help="Of the job: all other timeouts follow from it.")
     heartbeat: float | None = option(
@@ -97,8 +97,8 @@ class ControlRequest:
             Timeouts.derive(self.op_timeout, self.heartbeat)
         except ValueError as error:
             raise SettingsError(f"--op-timeout and --heartbeat: {error}") from None
-        if self.processes < 1 or self.rest <= 0 or self.pace <= 0:
-            raise SettingsError("expected at least one of --processes, and --rest and --pace above 0")
+        if self.processes < 1 or self.rest < 0 or self.pace <= 0:
+            raise SettingsError("expected at least one of --processes, --rest 0 or above, and --pace above 0")
         ports = self.replicas * -(-self.ranks // self.hosts) * self.flapping
         needed = ports + 2 * max(self.ranks, self.replicas * self.ranks // self.processes) + 200
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -496,7 +496,8 @@ async def emulation(request: ControlRequest, report: BenchReport) -> AsyncIterat
 async def measure(request: ControlRequest, report: BenchReport) -> None:
     async with emulation(request, report) as job:
         await job.start()
-        await job.rest()
+        if request.rest:
+            await job.rest()
         for number, fault in enumerate(request.rounds):
             await job.inject(fault, (number + 1) % request.replicas)
 

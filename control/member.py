@@ -229,7 +229,10 @@ class Machine:
     def _enter(self) -> list[MemberAction]:
         if self.phase is not Phase.CHANGING or self.view is None or self._mine is None:
             return []
-        told = {**self._theirs.get(self.view.epoch, {}), self.replica: self._mine}
+        theirs = self._theirs.get(self.view.epoch, {})
+        if len(theirs) < len(self.view.members) - 1:  # as most messages find it, of which each member sends one
+            return []
+        told = {**theirs, self.replica: self._mine}
         if not all(replica in told for replica in self.view.replicas):
             return []
         progress = {replica: told[replica] for replica in self.view.replicas}

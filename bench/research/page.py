@@ -311,13 +311,16 @@ def _rejoin(result: Result) -> list[str]:
 
 def _control(result: Result) -> list[str]:
     request, data = result.data["request"], result.data
+    rest = data.get("messages_per_second")  # None with `--rest 0`
+    at_rest = (
+        "" if rest is None else f" At rest there are {rest:.0f} messages a second between light ranks and leaders."
+    )
     lines = [
         f"A job of {request['replicas']} replicas of {request['ranks']} ranks on one machine. The coordinator and the "
         "leaders are those of a real job, each in a process of its own; the other ranks are light: production state "
         "machines with a real connection to their leader each, many in a process, which move no data. The seconds are "
         "from a fault until the survivors run in the view without the lost replica, and from its start until all run "
-        f"in the view that has it again. At rest there are {data['messages_per_second']:.0f} messages a second between "
-        "light ranks and leaders.",
+        f"in the view that has it again.{at_rest}",
         "",
         *_heading("what", "ranks", "decided (s)", "p50 (s)", "p99 (s)", "max (s)"),
     ]

@@ -40,9 +40,11 @@ def test_hosts_that_flap_are_lost_when_that_lasts_longer_than_the_heartbeat(tmp_
     path = tmp_path / "control.json"
     command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "bench", "control", "--json", str(path)]
     command += ["--replicas", "2", "--ranks", "6", "--hosts", "3", "--processes", "2", "--faults", "flap"]
-    done = subprocess.run([*command, "--rest", "1", "--pace", "0.2"], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([*command, "--rest", "0", "--pace", "0.2"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = json.loads(path.read_bytes())["losses"]
+    written = json.loads(path.read_bytes())
+    losses = written["losses"]
+    assert "rest" not in {cost["what"] for cost in written["costs"]}
     whats = ["start", "flap", "flap: return", "flap again", "flap again: return"]
     assert [(loss["what"], loss["survivors"]) for loss in losses] == list(zip(whats, (12, 6, 12, 6, 12), strict=True))
     heartbeat = ControlRequest().heartbeat or 5.0
