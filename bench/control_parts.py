@@ -47,7 +47,7 @@ from ftcomm.control.agent import Agent, Gone
 from ftcomm.control.data_plane import DataPlane
 from ftcomm.control.gathered import RESUMED
 from ftcomm.control.handshake import Credentials
-from ftcomm.control.leader_process import LeaderCharge, LeaderProcess
+from ftcomm.control.leader_process import LeaderCharge, LeaderProcess, collect_seldom
 from ftcomm.control.limits import RANKS
 from ftcomm.control.links import Link, Listener, listen
 from ftcomm.control.server import CoordinatorServer
@@ -207,6 +207,7 @@ class NoData(DataPlane):
 
 
 async def leader(setup: Setup) -> None:
+    collect_seldom()
     sock, to_ranks = listen(HOST, 0), listen(HOST, 0)
     there = to_ranks.getsockname()
     here = address(sock.getsockname()[1], secrets.token_hex(16), setup.host(setup.replica, 0))
