@@ -123,7 +123,7 @@ def namespaces() -> tuple[str, str]:
 
 
 class Measured:
-    """What it takes to measure: a look at thousands of sockets, which no part of a job would take."""
+    """Counts what it takes to measure: a look at thousands of sockets, which no part of a job would take."""
 
     cpu = 0.0  # s
 

@@ -19,13 +19,13 @@ import msgspec
 
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
+from ftcomm.control.byte_stream import ByteStream
 from ftcomm.control.connection_limit import ConnectionLimit
 from ftcomm.control.dropped import drop
 from ftcomm.control.fork import keep_from_children
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.rate_limit import HandshakeRateLimit, source_of
 from ftcomm.control.sealed import Channel
-from ftcomm.control.stream import Stream
 from ftcomm.control.view_differences import EncodedOnce, UntoldError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
@@ -59,7 +59,7 @@ async def serve_messages(
     next one would, too.
     """
     messages = _Messages(channel, on_message, decode)
-    stream = Stream(channel.detach(), messages.arrived, messages.end)
+    stream = ByteStream(channel.detach(), messages.arrived, messages.end)
     try:
         try:
             writer_ready(wire.Writer(channel, stream))

@@ -267,7 +267,7 @@ class Channel:
         return self._plainly(data, longest) if self._tunnel is None else self._tunnelled(data, longest)
 
     def _plainly(self, data: bytes, longest: int) -> Iterator[bytes]:
-        """As `arrived`, without the steps of `_next`: a leader takes some of these from each of thousands of ranks."""
+        """Does what `arrived` does without the steps of `_next`: a leader takes in records of thousands of ranks."""
         come: bytes | bytearray = data
         if self._early:
             self._early += data

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ftcomm.control.byte_stream import ByteStream
 from ftcomm.control.dropped import drop
 from ftcomm.control.fork import keep_from_children
 from ftcomm.control.handshake import Credentials, HandshakeError, HungUp, Unspoken, Wired, client, place
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Channel, Connection
-from ftcomm.control.stream import Stream
 from ftcomm.control.views import Address
 
 MAX_MESSAGE = 16 << 20  # bytes of a frame of the control plane; longer ones are refused unread
@@ -368,7 +368,7 @@ async def handshake(
 class Writer:
     """The sending side of a `Channel` in asyncio, for one event loop."""
 
-    def __init__(self, channel: Channel, stream: Stream) -> None:
+    def __init__(self, channel: Channel, stream: ByteStream) -> None:
         self._channel, self._stream = channel, stream
         self.flushed, self.close = stream.flushed, stream.close
 

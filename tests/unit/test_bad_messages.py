@@ -13,8 +13,8 @@ import pytest
 
 from ftcomm.control import dropped, wire
 from ftcomm.control import messages as m
+from ftcomm.control.byte_stream import ByteStream
 from ftcomm.control.links import serve_messages
-from ftcomm.control.stream import Stream
 from ftcomm.control.view_differences import difference
 from ftcomm.control.views import NO_ADDRESSES, Member, View
 from tests.rigs.peers import DEADLINE, GOOD, MB, NO_MESSAGE, pair, push
@@ -113,7 +113,7 @@ def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch, 
     async def run() -> None:
         with pair() as (near, far):
             near.setblocking(False)
-            stream = Stream(near, print, ended.append)
+            stream = ByteStream(near, print, ended.append)
             writer = wire.Writer(ends(near, far)[0], stream)
             for _ in range(100):
                 writer.write(b"x" * 100_000)
@@ -132,7 +132,7 @@ def test_a_message_that_is_too_long_is_not_sent(count: Callable[[str], int]) -> 
         with pair() as (near, far):
             channel, other = ends(near, far)
             near.setblocking(False)
-            writer = wire.Writer(channel, Stream(near, print, print))
+            writer = wire.Writer(channel, ByteStream(near, print, print))
             writer.write(bytes(wire.MAX_MESSAGE + 1))
             writer.write(b"next")
             assert await asyncio.to_thread(other.recv, 100) == b"next"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 _PART = 256 << 10  # bytes that are read at a time, so that others have their turn
 
 
-class Stream:
+class ByteStream:
     """Owns `sock`, which does not block. What comes before `begin` is read after it. `arrived` is given the bytes;
     `ended` is told once why there will be none any more: the connection has failed, or (None) either side has closed
     it. It may be told so within a call."""
@@ -25,7 +25,7 @@ class Stream:
         self._number = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()
-        self._flushes: list[asyncio.Future[None]] = []  # who waits for the end of that
+        self._flushes: list[asyncio.Future[None]] = []  # callers that wait for the end of that
         self._reads = self._over = False
         self.is_closing = False
 

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from ftcomm.control.stream import Stream
+from ftcomm.control.byte_stream import ByteStream
 from tests.exchange_rig import socket_pair
 from tests.peers_rig import DEADLINE, MB, pair, until
 
@@ -26,7 +26,7 @@ def test_what_finds_no_room_is_sent_when_there_is_some_and_before_it_closes() ->
 
     async def run() -> None:
         with pair() as (near, far):
-            stream = Stream(near, print, ended.append)
+            stream = ByteStream(near, print, ended.append)
             for part in said:
                 stream.write(part)
             assert 0 < stream.unsent < 16 * MB
@@ -51,7 +51,7 @@ def test_it_reads_from_its_beginning_to_its_close() -> None:
     async def run() -> None:
         with pair() as (near, far):
             far.sendall(b"early")
-            stream = Stream(near, came.append, ended.append)
+            stream = ByteStream(near, came.append, ended.append)
             await asyncio.sleep(0.01)
             assert not came
             stream.begin()
@@ -70,7 +70,7 @@ def test_an_end_of_the_other_side_is_told_and_what_is_written_after_it_still_goe
 
     async def run() -> None:
         with pair() as (near, far):
-            stream = Stream(near, print, ended.append)
+            stream = ByteStream(near, print, ended.append)
             stream.begin()
             far.shutdown(socket.SHUT_WR)
             await until(lambda: bool(ended))
@@ -90,7 +90,7 @@ def test_a_broken_connection_is_told_with_its_reason_and_once(writes: bool) -> N
         near, far = socket_pair()
         near.setblocking(False)
         with near, far:
-            stream = Stream(near, print, ended.append)
+            stream = ByteStream(near, print, ended.append)
             far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             far.close()
             if writes:
@@ -111,7 +111,7 @@ def test_who_gives_it_up_drops_what_is_unsent_and_wakes_who_waits_for_that() -> 
 
     async def run() -> None:
         with pair() as (near, _):
-            stream = Stream(near, print, ended.append)
+            stream = ByteStream(near, print, ended.append)
             stream.write(bytes(16 * MB))
             flushed = asyncio.ensure_future(stream.flushed())
             await asyncio.sleep(0)
