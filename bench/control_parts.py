@@ -62,7 +62,6 @@ SLICES = 50  # of a beat, in each of which a part of the ranks gives its sign of
 STANDING = 0.1  # s between two looks of a script at the clock
 FOREVER = 1e6  # s
 TO_LEADER, TO_RANK = 0, 1  # the ways of a message
-AT_ONCE = 32  # light ranks of a process that may be about to connect
 _BYTES = struct.Struct("=120xQQ")  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
 
 
@@ -82,6 +81,7 @@ class Setup(msgspec.Struct, frozen=True):
     stands_by: bool = False  # of a coordinator: another one has the job
     replica: int = 0  # of a leader
     columns: tuple[int, int] = (0, 0)  # of ranks: from, to
+    at_once: int = 1  # of these, so many may be about to connect
     flapping: int = 0  # hosts of each replica that may be cut off, from the second on: rank 0 is on the first
 
     @property
@@ -461,11 +461,11 @@ class Ranks:
         self._spawn(listener.close())
 
     async def _start(self, replica: int, leader: int) -> None:
-        """Start the ranks of a replica, `AT_ONCE` at a time: each of their processes would do its own handshake."""
+        """Start the ranks of a replica, a few at a time: each of their processes would do its own handshake."""
         for shard, column in self.columns.items():
             rank = column[replica] = LightRank(self, replica, shard, leader)
             self._coming.append(rank)
-            while len(self._coming) >= AT_ONCE:
+            while len(self._coming) >= self.setup.at_once:
                 await asyncio.sleep(0.01)
                 self._coming = [rank for rank in self._coming if rank.alive and not rank.link.is_up]
 

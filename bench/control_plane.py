@@ -30,12 +30,14 @@ from ftcomm.bench.control_parts import Setup
 from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, figure_text, option
 from ftcomm.bench.stats import percentile
 from ftcomm.control.limits import RANKS
+from ftcomm.control.links import MAX_HANDSHAKES
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.commands.option_types import choices
 
 FAULTS = ("rank", "host", "replica", "coordinator", "stall", "flap", "failover")
 USUAL = FAULTS[:5]  # the others need several hosts, or etcd
+AT_ONCE = 32  # light ranks of a process that may be about to connect, if a leader takes so many of all processes
 FLAPPING = 10  # hosts
 CUTS = 3  # of them for less than the heartbeat timeout, one after the other, before one for more
 SHORT = 0.6  # of that timeout
@@ -241,6 +243,7 @@ class Emulation:
             request.pace,
             store=self._store,
             flapping=request.flapping,
+            at_once=max(1, min(AT_ONCE, MAX_HANDSHAKES // request.processes // 2)),
         )
         self.coordinator = ControlPart("coordinator", self._setup)
         self.leaders: dict[int, ControlPart] = {}
