@@ -45,11 +45,11 @@ from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.agent import Agent, Gone
 from ftcomm.control.data_plane import DataPlane
-from ftcomm.control.gathered import RESUMED
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.leader_process import LeaderCharge, LeaderProcess, collect_seldom
 from ftcomm.control.limits import RANKS
 from ftcomm.control.links import Link, Listener, listen
+from ftcomm.control.replica_reports import RESUMED
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import Store
 from ftcomm.control.timeouts import Timeouts

@@ -9,8 +9,8 @@ import struct
 import pytest
 
 from ftcomm.control.byte_stream import ByteStream
-from tests.exchange_rig import socket_pair
-from tests.peers_rig import DEADLINE, MB, pair, until
+from tests.rigs.exchange import socket_pair
+from tests.rigs.peers import DEADLINE, MB, pair, until
 
 
 def _read(far: socket.socket, count: int) -> bytes:
