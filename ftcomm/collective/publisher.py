@@ -248,23 +248,21 @@ class Publisher:
 
     def told(self, count: int) -> bool:
         """Whether all readers were sent the word that `count` tasks are taken."""
-        clogged = self.clogged()
+        self.clogged()
         if self._place is None:
             return all(reader.told(TAKEN, self._low + count) for reader in self._readers)
-        told = [reader for reader in self._lately if all(reader.told(word, self._low + count) for word in ENDS)]
-        done = len(told) == len(self._lately)
-        for reader in told:
-            if reader not in clogged and all(reader.told(word, self._high) for word in ENDS):
-                del self._lately[reader]
-        return done
+        return all(reader.told(word, self._low + count) for reader in self._lately for word in ENDS)
 
     def clogged(self) -> list[MirrorWriter]:
         """Send what was left; returns the readers for which something is still left."""
         clogged = []
-        for reader in tuple(self._readers if self._place is None else self._lately):
+        some = self._place is not None
+        for reader in tuple(self._lately if some else self._readers):
             try:
                 if not reader.flush():
                     clogged.append(reader)
+                elif some and all(reader.told(word, self._high) for word in ENDS):
+                    del self._lately[reader]
             except OSError as error:
                 self._drop(reader, error)
         return clogged

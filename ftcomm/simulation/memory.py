@@ -24,6 +24,24 @@ class Words(list[int]):
     """A list that many know, and no plain data of who knows it."""
 
 
+class SparseWords(dict[int, int]):
+    """Words of which few are in use; the others are zero."""
+
+    def __missing__(self, word: int) -> int:
+        return 0
+
+
+def staging(chunk: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Returns plain memory for the staging of a rank: a group of many members has more mirrors than a process may have
+    mappings."""
+    return np.zeros(2 * SLOTS * SPAN * chunk, np.uint8)
+
+
+def offset(region: int, slot: int, chunk: int) -> int:
+    """Returns where a chunk begins in it."""
+    return ((region != POSTED) * SLOTS * SPAN + slot) * chunk
+
+
 class TinyMemory(Peer):
     """Stands for a `Segment` (the owner's) and for a `ShmPeer` (what the others see of it: the same object).
 
@@ -40,8 +58,8 @@ class TinyMemory(Peer):
         self.nonce = nonce
         self._lay_out(tiny(members, chunk))
         self.words: Any = Words([0] * (self.header // 8))
-        self._bytes = np.zeros(2 * SLOTS * SPAN * chunk, np.uint8)
+        self._bytes = staging(chunk)
         self.buffer = memoryview(self._bytes)  # type: ignore[arg-type]
 
     def offset(self, region: int, slot: int) -> int:
-        return ((region != POSTED) * SLOTS * SPAN + slot) * self.chunk
+        return offset(region, slot, self.chunk)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcomm.control.sealed import Channel, Connection, Keys
 from ftcomm.simulation.attacker import Attack, Attacker
+from ftcomm.simulation.memory import SparseWords, offset, staging
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import MirrorWriter, OnLost, Poller
 from ftcomm.transport.secure import plane
@@ -54,6 +55,7 @@ class TinySocket:
         # An attacker holds whole records, for which a kernel has room.
         self._left = _ROOM[-1] if connection.network.attacked else self._random.choice(_ROOM)
         self._over: NoConnection | None = None
+        self.stirs = False  # whether there is something to receive, the end included
         self.on_room: Callable[[], None] = lambda: None
         self.on_news: Callable[[], None] = lambda: None
         self.attacker = Attacker(self._random) if connection.network.attacked else None
@@ -106,6 +108,7 @@ class TinySocket:
             buffer[: len(part)] = part
             del self._inbox[: len(part)]
             received += len(part)
+        self.stirs = bool(self._inbox) or self._over is not None
         other = self._connection.sockets[1 - self._end]
         if other is not None:
             network = self._connection.network
@@ -116,7 +119,7 @@ class TinySocket:
         self.close()
 
     def close(self) -> None:
-        self._over = NoConnection.CLOSED_HERE
+        self._over, self.stirs = NoConnection.CLOSED_HERE, True
         self._connection.close(self._end)
 
     def reset(self, ends: Iterable[int]) -> None:
@@ -141,19 +144,29 @@ class TinySocket:
 
     def _came(self, data: bytes) -> None:
         self._inbox += data if self.attacker is None else self.attacker.lets_pass(data)
+        self.stirs = True
         self.on_news()
 
     def _ended(self, reason: NoConnection) -> None:
-        self._over = reason
+        self._over, self.stirs = reason, True
         self.on_news()
 
 
 class Mirror(TcpMirror):
-    """The mirror of the product. Who drives receives, and `attend` does what the thread does."""
+    """The mirror of the product, in plain memory. Who drives receives, and `attend` does what the thread does."""
 
     def __init__(self, replica: int, epoch: int, sock: TinySocket, on_lost: OnLost, layout: Layout) -> None:
         self.sock = sock
         super().__init__(replica, epoch, sock.protected(), on_lost, layout)
+
+    def have_memory(self) -> None:
+        self.address = 0  # no thread sleeps here, so none is woken
+        self.words = SparseWords()  # type: ignore[assignment]
+        self._bytes = staging(self.chunk)
+        self.buffer = memoryview(self._bytes)  # type: ignore[arg-type]
+
+    def offset(self, region: int, slot: int) -> int:
+        return offset(region, slot, self.chunk)
 
     def start(self, sock: Connection) -> None:
         """Start nothing: there is no thread."""
@@ -180,13 +193,13 @@ class Mirror(TcpMirror):
 class Pump(Poller):
     """Receives from all mirrors of a member, and never sleeps."""
 
-    peers: Sequence[TcpMirror]
+    peers: Sequence[Mirror]
 
-    def __init__(self, peers: Sequence[TcpMirror]) -> None:
+    def __init__(self, peers: Sequence[Mirror]) -> None:
         self.peers = peers
 
     def wait(self, clogged: Iterable[MirrorWriter], look: Callable[[], bool] | None = None) -> bool:
-        came = [peer.pump() for peer in self.peers]
+        came = [peer.pump() for peer in self.peers if peer.sock.stirs]
         return any(came) or (look is not None and look())
 
 

@@ -412,27 +412,31 @@ class SimulatedRank(Process):
         self.say("stands still: %s", progress)
         self.do(self.node.quiesced(view.epoch, progress, self.exchange.exchange.member.watch.awaited))
 
-    def _reach(self, view: View, progress: dict[int, m.Progress]) -> None:
-        """Reach one member after the other, as `LocalDataPlane.reach` does; tell a failure, and try again."""
+    def _reach(self, view: View, progress: dict[int, m.Progress], reached: int = 0) -> None:
+        """Reach one member after the other, as `LocalDataPlane.reach` does; tell a failure, and try again. The first so
+        many are `reached`."""
         if not self.node.wants(view) or self.gone:
             return
-        self._cache.expect(view.epoch, view.replicas)
-        for replica in (x for x in view.replicas if self.replica in progress[x].severed):
-            self._cache.severed(view.epoch, replica)
-        for member in view.members:
+        if not reached:
+            self._cache.expect(view.epoch, view.replicas)
+            for replica in (x for x in view.replicas if self.replica in progress[x].severed):
+                self._cache.severed(view.epoch, replica)
+        for number, member in enumerate(view.members[reached:], reached + 1):
             replica, there = member.replica, member.ranks[self.index]
             if replica == self.replica or self._cache.find(view.epoch, replica, there.nonce) is not None:
                 continue
             process = self._process_of(member)
             if process.host != self.host or not process.alive:
-                self._dial_data(view, replica, there, progress)
+                self._dial_data(view, replica, there, progress, number)
                 return
             self._cache.add(view.epoch, replica, process.exchange.memory)
         self._watch_processes(view)
         if self.node.wants(view):
             self._enter(view, progress)
 
-    def _dial_data(self, view: View, replica: int, there: Address, progress: dict[int, m.Progress]) -> None:
+    def _dial_data(
+        self, view: View, replica: int, there: Address, progress: dict[int, m.Progress], number: int
+    ) -> None:
         fields = {"replica": self.replica, "epoch": view.epoch, "nonce": f"{self.port:032x}"}
 
         def opened(connection: SimulatedConnection) -> None:
@@ -441,7 +445,7 @@ class SimulatedRank(Process):
             if self.gone or not self._cache.add(view.epoch, replica, mirror):
                 mirror.close()
             else:
-                self._reach(view, progress)
+                self._reach(view, progress, number)
 
         def failed(reason: NoConnection) -> None:
             self._reaching = ()

@@ -18,6 +18,7 @@ from ftcomm.control import handshake
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.dropped import drop
 from ftcomm.control.incoming import Handler
+from ftcomm.control.limits import MEMBERS
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
 from ftcomm.errors import ArgumentError, TransportError
@@ -29,7 +30,7 @@ ENTERED = "entered"  # the same, from a member that runs in a view
 EARLY = (LINK, ASK)
 P2P = "p2p"  # send and recv
 MAX_RETIRED = 1 << 16  # segments of closed groups that are remembered
-MAX_PARKED = 256  # connections that wait for their group; the oldest goes first
+MAX_PARKED = MEMBERS  # connections that wait for their group, as many as one may bring; the oldest goes first
 
 
 class Server(Protocol):

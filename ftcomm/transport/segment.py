@@ -63,6 +63,7 @@ _MUTEXES = 16 * _LINE
 _LEVELS = 32 * _LINE
 TREE = (GATHERED, ANNOUNCED, TAKEN_UP, TAKEN_DOWN)  # the words of the tree
 ENDS = (TAKEN, TAKEN_UP, TAKEN_DOWN)  # the words that announce no bytes
+COUNTERS = frozenset((POSTED, REDUCED, TAKEN, *TREE))  # the words that count tasks in a group of any size
 MUTEXES = 16  # the kernel wakes one watcher of each; in larger groups that one wakes those that share it
 FINGERPRINT = 2  # see ftcomm.collective.checksum
 DETAIL = 3  # the rest of a call, besides sizes, dtype and reduction, see ftcomm.collective.schedule
@@ -132,7 +133,8 @@ def sized(layout: Layout, members: int) -> Layout:
 
 def slot_payload(members: int) -> int:
     """Returns the most bytes of a slot that a member fills for another one in a task in which all fill as much for that
-    one: the mirrors of a group of up to 128 members then take no more than `MIRRORS` bytes."""
+    one: the mirrors of a group of up to 512 members then take no more than `MIRRORS` bytes, and those of 1,024 twice as
+    many, since so large groups have `SLOTS` / 4 slots."""
     return min(CHUNK, max(HOP, MIRRORS // SLOTS // members // HOP * HOP))
 
 
@@ -159,7 +161,7 @@ def reached_at(word: int) -> int:
 @functools.cache
 def published(members: int) -> frozenset[int]:
     """Returns the words that count tasks, in a group of so many members."""
-    return frozenset((POSTED, REDUCED, TAKEN, *TREE, *map(level, range(1, levels(members) + 1))))
+    return COUNTERS.union(map(level, range(1, levels(members) + 1)))
 
 
 def mutex(reader: int) -> int:

@@ -318,11 +318,16 @@ def test_rows_sum_halves_in_float32_in_a_task_that_fills_its_slot(count: int, co
     halves_are_right(in_rows(count), elements, "bfloat16", "avg", False, compression, min(8, BUILT_IN.slices), TINY)
 
 
-@pytest.mark.parametrize(("of", "count"), [("hosts", 65), ("hosts", 96), ("rows", 65), ("rows", 127), ("rows", 256)])
+@pytest.mark.parametrize(
+    ("of", "count"),
+    [("hosts", 65), ("hosts", 96), ("rows", 65), ("rows", 127), ("rows", 256), ("rows", 500), ("rows", 1024)],
+)
 def test_what_is_sent_of_a_task_that_fills_its_slot_is_never_small(of: str, count: int) -> None:
     """A 64th of a slot, which has 4 MB: 64 KB, whatever the number of members; from rows, each member has data of 2
-    sqrt(n) others or so. Every owner of a slice gets little more than a member of a small group."""
+    sqrt(n) others or so. Every owner of a slice gets little more than a member of a small group. Of a very large group
+    some members are looked at."""
     members = tuple(range(count))
+    some = members if count <= 256 else random.Random(count).sample(members, 24)
     hosts = rows(members) if of == "rows" else shared_hosts({m: str(m // 4) for m in members})
     group = hosts, frozenset(members)
     slot = sized(HOST, count).span * CHUNK
@@ -333,7 +338,7 @@ def test_what_is_sent_of_a_task_that_fills_its_slot_is_never_small(of: str, coun
         room = 4 if compression == "fp32" else HOST_DTYPES[dtype].itemsize
         array = np.zeros(slot // room, HOST_DTYPES[dtype].carrier)
         got, readers = dict.fromkeys(members, 0), dict.fromkeys(members, 0)
-        for me in members:
+        for me in some:
             player = Player(group, me, TinyMemory(me, CHUNK, members=count), {})
             op = Operation(array, dtype, "sum", compression=compression)
             assert player.route.handles(op)
@@ -349,7 +354,7 @@ def test_what_is_sent_of_a_task_that_fills_its_slot_is_never_small(of: str, coun
             readers[me] = len(reached)
         if of == "rows":
             assert max(readers.values()) <= len(hosts) + max(map(len, hosts)) - 2
-            assert dtype == "bfloat16" or max(got.values()) <= 1.25 * 2 * array.nbytes
+            assert some is not members or dtype == "bfloat16" or max(got.values()) <= 1.25 * 2 * array.nbytes
 
 
 @given(st.integers(0, 2000), st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(0, 7))

@@ -87,6 +87,8 @@ def test_what_a_member_gives_another_one_shrinks_with_their_number(members: int)
     assert HOP <= slot_payload(members) <= CHUNK
     assert members > 16 or slot_payload(members) == CHUNK
     assert members > 128 or SLOTS * slot_payload(members) * members <= MIRRORS
+    filled = sized(HOST, members).slots * slot_payload(members) * (members - 1)
+    assert filled <= (MIRRORS if members <= 512 else 2 * MIRRORS)
 
 
 def test_the_word_that_tells_of_a_death_is_no_level_whoever_watches_it() -> None:

@@ -63,7 +63,7 @@ def depth(members: int, fan: int) -> int:
 
 
 def test_the_way_up_grows_with_the_logarithm() -> None:
-    assert [depth(members, BUILT_IN.tree_fan) for members in (17, 21, 32, 64, 85, 256)] == [2, 2, 3, 3, 3, 4]
+    assert [depth(members, BUILT_IN.tree_fan) for members in (17, 21, 32, 64, 85, 256, 1024)] == [2, 2, 3, 3, 3, 4, 5]
 
 
 def view(count: int, one_host: bool = False, ring: bool = False, me: int = 0) -> GroupView:
@@ -72,7 +72,7 @@ def view(count: int, one_host: bool = False, ring: bool = False, me: int = 0) ->
 
 
 def test_there_is_a_tree_between_hosts_beyond_16_members() -> None:
-    assert [view(count).tree for count in (2, 16, 17, 256)] == [0, 0, 64 << 10, 64 << 10]
+    assert [view(count).tree for count in (2, 16, 17, 1024)] == [0, 0, 64 << 10, 64 << 10]
     assert view(64, one_host=True).tree == 0  # to read another word costs little there
     assert view(64, ring=True).tree == 0  # connected to neighbours alone
 

@@ -33,6 +33,7 @@ to each other for every frame move 64 MB between two processes on two cores in 2
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import socket
 import threading
@@ -48,7 +49,7 @@ from ftcomm.kernels.epochs import COUNTER, COUNTS, EPOCHS
 from ftcomm.sync.futex import wake
 from ftcomm.transport.base import Belongs, OnLost, Peer, raise_word
 from ftcomm.transport.epoll_thread import ENDED, EPOLL_THREAD
-from ftcomm.transport.segment import ENDS, HEADER, HOST, POSTED, TAKEN, Layout
+from ftcomm.transport.segment import COUNTERS, ENDS, HEADER, HOST, POSTED, TAKEN, Layout
 from ftcomm.transport.tcp import frames
 
 _INBOX = 4096  # bytes received at once when no large payload is under way
@@ -85,7 +86,8 @@ class TcpMirror(Peer):
         self._untold = ""  # why the connection has ended, if that was no news
         # The thread does not receive before `drive`: frames may tell of `others`, which are not there before.
         self._driven = True
-        self._map(mmap.mmap(-1, self.nbytes))
+        self.have_memory()
+        self._levels: set[int] = set()  # words of levels that are in use; in a large group these are few of them
         self._relayed = memoryview(bytearray(HEADER)).cast("Q") if sock is None else None
         self._hearing = threading.Lock()  # guards it and what follows; never held during a wait
         self._heard_epoch = 0  # the epoch of `heard`
@@ -103,6 +105,10 @@ class TcpMirror(Peer):
         self._missing = _NOTHING  # the rest of that payload in the mirror
         if sock is not None:
             self.open(sock)
+
+    def have_memory(self) -> None:
+        """Map memory, which takes some only where it is written."""
+        self._map(mmap.mmap(-1, self.nbytes))
 
     @property
     def heard(self) -> memoryview:
@@ -327,7 +333,11 @@ class TcpMirror(Peer):
             self._missing = there[len(here) :]
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Raise all words to this epoch, before any payload of it reaches a slot. With the lock."""
+        """Raise all words that are in use to this epoch, before any payload of it reaches a slot. With the lock.
+
+        A word of which no frame has come is below every epoch and opens no gate. Nor would it, raised to the beginning
+        of one.
+        """
         if self._relayed is not None and epoch > self._heard_epoch:
             with self._hearing:
                 if epoch > self._heard_epoch:
@@ -335,7 +345,7 @@ class TcpMirror(Peer):
                     self._relayed[POSTED] = self._relayed[TAKEN] = epoch << COUNTER
         if epoch > self._newest:
             self._newest = epoch
-            for word in self.published:
+            for word in itertools.chain(COUNTERS, self._levels):
                 self.words[word] = epoch << COUNTER
 
     def _raise(self) -> None:
@@ -346,6 +356,8 @@ class TcpMirror(Peer):
             return
         if self._relayed is not None:
             self.relayed(word, value, belongs)
+        if word not in COUNTERS:
+            self._levels.add(word)
         raise_word(self.words, word, value, belongs)
         if not self._driven:
             wake(self.address + 8 * word)
