@@ -7,7 +7,7 @@ round, and the median of these shares is what counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Any
 
 import msgspec
@@ -40,6 +40,7 @@ class BaselineBlock(msgspec.Struct, frozen=True, tag=True):
     library: str
     times: list[int]  # ns of each op
     sent: int = 0  # bytes that left the host of the rank in all of these ops, if that was counted
+    cpu: int = 0  # ns of the processor that the threads of the rank took for all of these ops
 
 
 def check(
@@ -77,15 +78,16 @@ def run(
                 op, times = of_size[library], []
                 op()
                 group.allreduce(token)  # all begin together
-                before = count()
+                before, cpu = count(), process_time_ns()
                 for _ in range(task.iterations):
                     begin = perf_counter_ns()
                     op()
                     times.append(perf_counter_ns() - begin)
+                cpu = process_time_ns() - cpu
                 group.allreduce(token)  # what ranks of one host send is counted together: all have ended,
                 sent = count() - before
                 group.allreduce(token)  # and none begins with the next before all have counted
-                records.write(BaselineBlock(group.replica, size, number, library, times, sent))
+                records.write(BaselineBlock(group.replica, size, number, library, times, sent, cpu))
 
 
 def whole(blocks: Iterable[BaselineBlock], task: BaselineTask, size: int) -> bool:

@@ -59,8 +59,10 @@ class WireRequest:
     The sockets have the pattern of a ring: every rank sends 2 (n - 1) / n of the array to the next one out of an array,
     and receives as much into another. They add nothing and agree on nothing. With --secure the same op is run with
     protected data as well: "mac" and "aes-gcm" (docs/security.md). Shares are of rounds, in which all ran one
-    after the other. Of the link: what 2 (n - 1) / n of the array need at its rate, over the time; the headers of
-    packets are in the time, and in what a host sent in an op.
+    after the other. "processor": what an op takes of it, all ranks together and the kernel's work for them included, in
+    the round in which that was least; other work on the machine adds less to it than to the time. Of the link: what
+    2 (n - 1) / n of the array need at its rate, over the time; the headers of packets are in the time, and in what a
+    host sent in an op.
 
     With --hosts 2 --ranks-per-host 2 hosts are shared: then two levels, by which each host sends as much as one rank
     would, are measured beside each rank with each; and n is the number of hosts, for the sockets and for the link.
@@ -158,6 +160,7 @@ class WireRow(msgspec.Struct, frozen=True):
     of_link: float | None  # the share of what the link could carry at its rate, if it has one
     cable_bytes: int | None  # what left the host that sent most in an op, headers of packets included
     round_us: list[float]
+    cpu_us: float = 0.0  # of the processor, of all ranks together, in the round with the least; 0: not measured
 
 
 class Idle(msgspec.Struct, frozen=True):
@@ -245,9 +248,16 @@ def rows(blocks: Iterable[BaselineBlock], task: WireTask, size: int, rate: float
     for library, times in found.items():
         us = median(times)
         cable = max(b.sent for b in mine if b.library == library) // task.iterations if task.hosts else None
+        cpu = [
+            sum(b.cpu for b in mine if (b.library, b.round) == (library, number)) / task.iterations / 1e3
+            for number in range(task.rounds)
+        ]
         of_link = None if least is None else least / us
         of_sockets = share(found["sockets"], times)
-        made.append(WireRow(library, task.ranks, task.hosts, size, us, busbw / us, of_sockets, of_link, cable, times))
+        row = WireRow(
+            library, task.ranks, task.hosts, size, us, busbw / us, of_sockets, of_link, cable, times, min(cpu)
+        )
+        made.append(row)
     return made
 
 
@@ -260,6 +270,7 @@ COLUMNS = (
     Column("busbw", "(GB/s)", 8, lambda row: f"{row.busbw_gbps:.3f}"),
     Column("of sockets", "", 10, lambda row: f"{row.of_sockets:.0%}"),
     Column("of the link", "", 11, lambda row: "-" if row.of_link is None else f"{row.of_link:.0%}"),
+    Column("processor", "(us)", 11, lambda row: f"{row.cpu_us:.0f}" if row.cpu_us else "-"),
     Column("a host sent", "(MB)", 11, lambda row: "-" if row.cable_bytes is None else f"{row.cable_bytes / 1e6:.2f}"),
 )
 

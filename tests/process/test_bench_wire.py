@@ -42,7 +42,7 @@ def test_shares_are_of_rounds_and_times_of_the_slowest_rank() -> None:
         ("ftcomm", 1): (1, 5000),
     }
     blocks = [
-        BaselineBlock(rank, 1 << 20, number, library, [took])
+        BaselineBlock(rank, 1 << 20, number, library, [took], cpu=took)
         for (library, number), both in times.items()
         for rank, took in enumerate(both)
     ]
@@ -52,6 +52,8 @@ def test_shares_are_of_rounds_and_times_of_the_slowest_rank() -> None:
     assert sockets.round_us == [2, 4]
     assert ours.round_us == [4, 5]
     assert ours.of_sockets == pytest.approx((2 / 4 + 4 / 5) / 2)
+    assert sockets.cpu_us == pytest.approx(3)  # of both ranks, in the round in which that was least
+    assert ours.cpu_us == pytest.approx(4.001)
     assert sockets.busbw_gbps == pytest.approx((1 << 20) / 3e-6 / 1e9)
     assert sockets.of_link is None
     link = 8 * (1 << 20) / 12e-6  # bits a second at which each rank sends and receives the array in 12 us
