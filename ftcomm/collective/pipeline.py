@@ -145,14 +145,13 @@ class Pipeline:
         segment: Memory,
         peers: Mapping[int, Peer],
         algorithms: Algorithms,
-        near: int,
         straight_from: float = math.inf,
         delivered: Sequence[Gate] = (),
         compares: bool = False,
     ) -> None:
-        """`near`: chunks of one task among members of one host. From ops of `straight_from` bytes on, what algorithms
-        can send from the caller's array is not staged; `delivered` then opens when it has been sent. `compares`:
-        members look at each other's results, so all have to keep pace."""
+        """Begin an epoch. From ops of `straight_from` bytes on, what algorithms can send from the caller's array is not
+        staged; `delivered` then opens when it has been sent. `compares`: members look at each other's results, so all
+        have to keep pace."""
         self.view, self._compares = view, compares
         self.algorithms = algorithms
         self.posted = self.arrived = self.taken = 0
@@ -166,6 +165,7 @@ class Pipeline:
         self.far = not view.one_host
         # Slots of the staging that are used, and chunks of a task.
         layout = segment.layout
+        near = layout.pair if len(view.members) == 2 else layout.near
         self.staged, self._most = (layout.slots, layout.span) if self.far else (NEAR, near)
         self.ahead = self.staged if self.far else AHEAD
         # An op of so many chunks has a task for each, in its own slot. With more members that would make small slices.

@@ -72,7 +72,6 @@ class Stream:
             segment,
             peers,
             algorithms,
-            segment.layout.near,
             lines.straight_from if lines is not None and self._serves_all else math.inf,
             delivered=(Delivered(view, others, readers),),
             compares=on_divergence is not None,

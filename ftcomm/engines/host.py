@@ -38,8 +38,9 @@ class HostEngine(HostCalls):
     @classmethod
     def of_job(cls, settings: Settings, layout: Layout = HOST, reducer: Reducer | None = None) -> HostEngine:
         layout = layout_for(settings.transport, layout)
-        # What ops among members of one host use is had at the start, or never. A device maps all of the segment.
-        chunks = NEAR * layout.near if reducer is None else None
+        # What ops among members of one host use is had at the start, or never; but by TCP large ones are sent from the
+        # caller's array. A device maps all of the segment.
+        chunks = NEAR * layout.pair if reducer is None else None
         segment = Segment(layout, members=settings.replicas, chunks=chunks)
         return cls(
             settings.replica,

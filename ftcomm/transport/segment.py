@@ -42,6 +42,7 @@ CHUNK = 512 << 10  # bytes; a chunk and its copy must stay in the cache
 SLOTS = 8  # with SPAN, they fill a slow line between hosts; larger groups have fewer
 SPAN = 2  # the most chunks of one task between hosts; larger groups have more
 NEAR = 4  # slots that members of one host use, so that these stay in the cache
+SENT = 4  # the most chunks of one task on one host by TCP: a frame costs the interpreter more than the cache saves
 
 MIRRORS = 64 << 20  # bytes of the staging of others that fill up in a group of many members
 HOP = 64 << 10  # bytes; to send fewer at a time costs more than the bytes
@@ -93,6 +94,7 @@ class Layout:
     staging_at: int
     size: int
     near: int = 1  # the most chunks of one task on one host
+    pair: int = 1  # the same where it has two members alone, of which each sends all of its input
     span: int = SPAN  # the most chunks of one task between hosts; with the host's engine a slot has room for them
     members: int = LEAST  # the most that the group may have
 
@@ -111,12 +113,18 @@ def putting(layout: Layout) -> Layout:
     """Returns the layout for members that reach each other by NIXL, also on one host: puts cost more than caches save.
     In three runs of `ftcomm bench nixl --rounds 5` on two EPYC cores 64 MB had 71 to 83% of the puts, and 256 MB 68 to
     70%, where tasks of one chunk had 65 to 72% and 50 to 57%."""
-    return dataclasses.replace(layout, near=SPAN)
+    return dataclasses.replace(layout, near=SPAN, pair=SPAN)
+
+
+def sending(layout: Layout) -> Layout:
+    """Returns the layout for members that reach each other by TCP, also on one host. In a task a member sends each of
+    the others a slice: of four chunks to four members, slices have a chunk each."""
+    return dataclasses.replace(layout, near=SENT)
 
 
 def layout_for(transport: str, layout: Layout) -> Layout:
     """Returns the layout of a group with FTCOMM_TRANSPORT=`transport`, whose layout is otherwise `layout`."""
-    return putting(layout) if transport == "nixl" else layout
+    return putting(layout) if transport == "nixl" else sending(layout) if transport == "tcp" else layout
 
 
 def sized(layout: Layout, members: int) -> Layout:
@@ -220,9 +228,10 @@ class Memory:
 
         Raises `ValueError` if they do not.
         """
-        slots, room = self.layout.slots, self.layout.span * self.chunk
-        if start % room + nbytes > room or start >= slots * room:
-            raise ValueError(f"a payload of {nbytes} bytes at {start} of {slots} slots of {room}")
+        layout = self.layout
+        room = max(layout.span, layout.near) * self.chunk
+        if start % room + nbytes > room or start >= layout.slots * layout.span * self.chunk:
+            raise ValueError(f"a payload of {nbytes} bytes at {start} of {layout.slots} slots of {room}")
         return self.offset(region, 0) + start
 
 

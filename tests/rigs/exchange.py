@@ -219,7 +219,7 @@ class Rig:
             return near
 
         sock = None if self.how == "ring" else dial()
-        peer = TcpMirror(other, epoch, sock, lambda *args: self.members[me].lost.append(args))
+        peer = TcpMirror(other, epoch, sock, lambda *args: self.members[me].lost.append(args), LAYOUT)
         peer.dial = dial
         peer.nonce = self.members[other].segment.nonce
         return peer

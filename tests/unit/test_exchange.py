@@ -19,9 +19,10 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
 from ftcomm.errors import ArgumentError, MismatchError
 from ftcomm.kernels.epochs import COUNTER
-from ftcomm.transport.segment import POSTED
+from ftcomm.transport.segment import HOST, POSTED, sending
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from tests.rigs import exchange as exchange_rig
 from tests.rigs.exchange import DEADLINE, Caller, Member, Rig, socket_pair
 from tests.rigs.exchange_calls import HOWS, _switch_often, agree, calls, given, ones, start  # noqa: F401
 
@@ -82,6 +83,12 @@ def test_view_changes_at_random_moments(seed: int, how: str) -> None:
                     assert op.array.tobytes() == out[alive[0]][op.number].array.tobytes()
         for member in alive:
             assert not [lost for lost in rig.members[member].lost if lost[0] in alive]
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5])
+def test_view_changes_with_tasks_of_as_many_chunks_as_by_tcp(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_rig, "LAYOUT", sending(HOST))
+    test_view_changes_at_random_moments(seed, "loopback")
 
 
 @pytest.mark.parametrize("how", HOWS)

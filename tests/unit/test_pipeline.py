@@ -19,7 +19,20 @@ from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.settings.tuning import MEMBERS as MOST
 from ftcomm.simulation.memory import CHUNK, TinyMemory
 from ftcomm.transport.segment import CHUNK as REAL_CHUNK
-from ftcomm.transport.segment import HOP, POSTED, REDUCED, SLOTS, SPAN, TAKEN
+from ftcomm.transport.segment import (
+    HEADER,
+    HOP,
+    HOST,
+    POSTED,
+    REDUCED,
+    SENT,
+    SLOTS,
+    SPAN,
+    STAGED,
+    TAKEN,
+    Memory,
+    sending,
+)
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.rigs.exchange import socket_pair
 
@@ -34,7 +47,7 @@ class Pipelines:
         view = GroupView(1, 0, MEMBERS, frozenset(MEMBERS), one_host)
         peers = {m: self.memories[m] for m in MEMBERS if m}
         algorithms = Algorithms(view, self.memories, Reducer())  # type: ignore[arg-type]
-        self.pipeline = Pipeline(view, self.memories[0], peers, algorithms, 1)  # type: ignore[arg-type]
+        self.pipeline = Pipeline(view, self.memories[0], peers, algorithms)  # type: ignore[arg-type]
         for m in MEMBERS:
             for word in (POSTED, REDUCED, TAKEN):
                 self.memories[m].words[word] = 1 << COUNTER
@@ -105,6 +118,29 @@ def test_somebody_is_in_the_way_of_a_task_without_steps_in_all_its_stages(arrive
     assert not gate.behind(count)
 
 
+@pytest.mark.parametrize(("members", "chunks"), [(2, 1), (3, SENT), (9, SENT)])
+def test_a_task_by_tcp_on_one_host_has_more_chunks_where_members_send_slices(members: int, chunks: int) -> None:
+    everybody = tuple(range(members))
+    memories: dict[int, Any] = {m: TinyMemory(m, CHUNK) for m in everybody}
+    for memory in memories.values():
+        memory.layout = sending(HOST)
+    view = GroupView(1, 0, everybody, frozenset(everybody))
+    peers = {m: memories[m] for m in everybody if m}
+    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()))
+    op = Operation(np.zeros(8 * CHUNK, np.uint8), "uint8", "sum", CHUNK)
+    op.verified = True
+    pipeline.unposted.append(op)
+    assert pipeline.to_post() is op
+    assert pipeline.begin(op).span == chunks
+    room = SENT * REAL_CHUNK
+    memory = Memory()
+    memory.layout = sending(HOST)
+    assert memory.place(POSTED, room, room) == HEADER + room
+    for start, nbytes in ((room, room + 1), (room + 1, room), (STAGED, 1)):
+        with pytest.raises(ValueError, match="a payload of"):
+            memory.place(POSTED, start, nbytes)
+
+
 @pytest.mark.parametrize("by_ring", [False, True])
 @pytest.mark.parametrize("members", [2, 9, 16, 17, 24, 32, 33, 64, 65, 128, 129, MOST])
 def test_no_hop_of_a_large_op_between_hosts_is_small(members: int, by_ring: bool) -> None:
@@ -118,7 +154,7 @@ def test_no_hop_of_a_large_op_between_hosts_is_small(members: int, by_ring: bool
             memory.words[word] = 1 << COUNTER
     view = GroupView(1, 0, everybody, frozenset(everybody), False, everybody if by_ring else ())
     peers = {m: memories[m] for m in everybody if m}
-    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()), 1)
+    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()))
     near, far = socket_pair()
     reader = TcpMirrorWriter(far, 1, 1)  # type: ignore[arg-type]
     Publisher(pipeline, memories[0], [], lambda *lost: None, compares=False).welcome(reader)

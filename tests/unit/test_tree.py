@@ -359,7 +359,7 @@ def test_a_late_reader_gets_what_is_taken_of_a_slot_that_is_used_again(monkeypat
     tuning = dataclasses.replace(BUILT_IN, tree=ALWAYS, tree_fan=2)
     view = GroupView(1, 0, members, frozenset(members), False, tuning=tuning)
     peers = {m: memories[m] for m in members if m}
-    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()), 1)
+    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()))
     for number, chunks in enumerate([2] + [1] * SLOTS):
         op = Operation(np.zeros(chunks * CHUNK * len(members) // 8, np.int64), "int64", "sum", CHUNK * len(members))
         op.number, op.verified = number, True
@@ -391,7 +391,7 @@ class Top:
         view = GroupView(1, 0, members, frozenset(members), False, tuning=tuning)
         peers = {m: self.memories[m] for m in (1, 2)}
         algorithms = Algorithms(view, self.memories, Reducer())
-        self.pipeline = pipeline = Pipeline(view, self.memories[0], peers, algorithms, 1)
+        self.pipeline = pipeline = Pipeline(view, self.memories[0], peers, algorithms)
         self.ops: list[Operation] = []
         for count in range(1, pipeline.staged + 1):
             slot = pipeline.begin(self.call())
