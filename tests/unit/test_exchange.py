@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from ftcomm.bench.tune import ONE, RING, TWO, WAYS
-from ftcomm.collective import buffer_pool
+from ftcomm.collective import buffer_pool, schedule
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.collective.watchdog import Stall
 from ftcomm.errors import ArgumentError, MismatchError
 from ftcomm.kernels.epochs import COUNTER
-from ftcomm.transport.segment import HOST, POSTED, sending
+from ftcomm.transport.segment import HOST, POSTED, TAKEN, sending
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.rigs import exchange as exchange_rig
@@ -328,6 +329,32 @@ def test_an_exchange_that_is_forgotten_while_it_drives_goes_when_that_is_over() 
             assert known() is None
     finally:
         gc.enable()
+
+
+def test_who_dials_in_a_ring_when_the_other_has_taken_a_barrier_is_served() -> None:
+    """In a ring members dial others than their neighbours when they need them, and one of two may be slower."""
+    with Rig(range(4), "ring") as rig:
+        rig.view(range(4))
+        late, taken = rig.members[0].exchange.member.peers[1], rig.members[1].segment.words  # no neighbours
+        assert isinstance(late, TcpMirror)
+        dial = late.dial
+
+        def dial_late() -> socket.socket:
+            end = time.monotonic() + DEADLINE
+            while taken[TAKEN] < (1 << COUNTER | 1):
+                assert time.monotonic() < end
+                time.sleep(0.001)
+            return dial()
+
+        late.dial = dial_late
+        nothing = np.empty(0, np.uint8)
+        ops = {
+            m: ScheduledOperation(schedule.barrier((0, 1, 2, 3), m), nothing, nothing, "uint8", "", 0, 1)
+            for m in rig.members
+        }
+        for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in ops.items()]:
+            caller.join()
+        assert all(op.done and op.error is None for op in ops.values())
 
 
 @pytest.mark.parametrize("how", ["tcp", "ring", "mixed"])

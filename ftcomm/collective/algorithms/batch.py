@@ -41,7 +41,7 @@ class ScheduledBatches(Algorithm):
         return shared[0], fingerprint_of(pieces)
 
     def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
-        _, batch = self._of(slot)
+        batch = cast("Batch", slot.task)  # also once it is taken, when the slot has no op any more
         start, stop = batch.span(self.me, self.contributes, reader)
         return start * batch.itemsize, stop * batch.itemsize
 
