@@ -173,9 +173,10 @@ class Shutdown:
             self._end_all()
 
     def _end_all(self) -> None:
-        """SIGTERM, then SIGKILL."""
+        """SIGTERM, then SIGKILL. One that gives up ends by itself, with the code and the last words of its script."""
         for replica in self._job.replicas:
-            replica.signal(signal.SIGTERM)
+            if not replica.gives_up:
+                replica.signal(signal.SIGTERM)
         self._timers.later(policy.TERM_TO_KILL, self._kill_all)
 
     def _kill_all(self) -> None:

@@ -140,6 +140,8 @@ class Supervisor:
             rank = f"rank {death.rank}, " if job.options.ranks_per_replica > 1 else ""
             who, code = f"{who} ({rank}pid {death.pid})", death.code
         how = f"{how_it_ended(code)} before it had said that it finished or left" if untold else how_it_ended(code)
+        if code < 0 and replica.gives_up:  # by us, as it took too long
+            how += " after its script had ended with an error"
         what = f"{who} {how}"
         replica.reason = how + (f" ({replica.removed})" if replica.removed else "")
         replica.failed_at_end |= replica.trained

@@ -476,6 +476,35 @@ def test_a_job_that_failed_leaves_no_file_of_views(shell: Shell) -> None:
         last = job
 
 
+def test_scripts_that_fail_alike_are_not_said_to_be_killed(shell: Shell) -> None:
+    """The launcher ends a job that has failed. These end by themselves, and their output and codes say why."""
+    shell.script("""
+        import os, time, ftcomm
+        ftcomm.init()
+        for step in ftcomm.steps(5, start=int(os.environ["FTCOMM_REPLICA"])):
+            pass
+    """)
+    code, out, err = shell.run("run", "--replicas", "2", "script.py")
+    assert code == 1
+    assert err.count("StateError: The replicas (rank 0 of each) do not begin alike") == 2, err
+    assert len(re.findall(r"ftcomm: replica [01] \(pid \d+\) exited with code 1", out + err)) == 2, err
+    assert "SIGTERM" not in out + err
+
+
+def test_a_script_that_has_failed_and_does_not_end_is_killed_and_that_is_said(shell: Shell) -> None:
+    shell.script("""
+        import atexit, threading, ftcomm
+        atexit.register(threading.Event().wait)
+        ftcomm.init()
+        for step in ftcomm.steps(5):
+            raise ValueError
+    """)
+    code, _, err = shell.run("run", "--replicas", "1", "script.py")
+    assert code == 1
+    assert "ValueError" in err
+    assert re.search(r"replica 0 \(pid \d+\) was killed by SIGKILL after its script had ended with an error", err), err
+
+
 EXITS = """
 import atexit, os, sys
 from sys import exit as leave
