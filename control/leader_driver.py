@@ -24,7 +24,8 @@ from ftcomm.control.witness import PURPOSE
 
 class LeaderDriver:
     """Runs in an event loop. `do(event, *args)` tells the node of an event and carries out its actions, `spawn` runs a
-    task whose error ends this process, `trains` says whether the replica is in a view.
+    task whose error ends this process, `trains` says whether the replica is in a view, `moved` is told of each
+    coordinator that has taken the job over.
 
     `up` is the link to the coordinator, `ranks` are the connections of the ranks that have said who they are, by
     shard."""
@@ -41,9 +42,10 @@ class LeaderDriver:
         do: Callable[..., None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         trains: Callable[[], bool],
+        moved: Callable[[tuple[str, int]], None] = lambda there: None,
     ) -> None:
         self.node, self._credentials, self._timeouts = node, credentials, timeouts
-        self._do, self._spawn = do, spawn
+        self._do, self._spawn, self._moved = do, spawn, moved
         self.up = UpwardLink(
             *(me, "coordinator", coordinator, credentials, "leader", me.fields, host),
             on_open=lambda: do(node.opened),
@@ -73,6 +75,7 @@ class LeaderDriver:
 
     def called(self, there: tuple[str, int]) -> None:
         """Take a call from a coordinator that has replaced another one, and tells where it can be reached."""
+        self._moved(there)
         if self.up.link is not None:
             self.up.link.redirect(there)
 

@@ -82,8 +82,10 @@ _CHARGE = msgspec.json.Decoder(LeaderCharge)
 class LeaderProcess:
     """Drives a leader in the event loop in which it is made, until rank 0 has ended."""
 
-    def __init__(self, charge: LeaderCharge, ranks: socket.socket) -> None:
-        """`ranks` listens for them."""
+    def __init__(
+        self, charge: LeaderCharge, ranks: socket.socket, moved: Callable[[tuple[str, int]], None] = lambda there: None
+    ) -> None:
+        """`ranks` listens for them; `moved` is as of `LeaderDriver`."""
         self._charge, self._socket = charge, ranks
         self._credentials = charge.credentials
         replica, timeouts = charge.rank.replica, charge.timeouts
@@ -93,6 +95,7 @@ class LeaderProcess:
             do=self._do,
             spawn=self._spawn,
             trains=lambda: self.node.leader.view is not None,
+            moved=moved,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -172,10 +175,12 @@ def collect_seldom() -> None:
     gc.set_threshold(GARBAGE)
 
 
-async def _lead(charge: LeaderCharge, sock: socket.socket, ranks: socket.socket, end: int) -> None:
+async def _lead(
+    charge: LeaderCharge, sock: socket.socket, ranks: socket.socket, end: int, witness: LeaderWitness
+) -> None:
     loop = asyncio.get_running_loop()
     ended = loop.run_in_executor(None, dismissed, sock, end)
-    await LeaderProcess(charge, ranks).run(lambda: begin(sock), ended)
+    await LeaderProcess(charge, ranks, witness.moved).run(lambda: begin(sock), ended)
 
 
 def main() -> None:
@@ -190,7 +195,7 @@ def main() -> None:
     ranks, end = socket.socket(fileno=descriptors[0]), descriptors[1] if len(descriptors) > 1 else -1
     loop = event_loop()
     try:
-        loop.run_until_complete(_lead(charge, sock, ranks, end))
+        loop.run_until_complete(_lead(charge, sock, ranks, end, witness))
         witness.dismiss()
         code = 0
     except BaseException as error:

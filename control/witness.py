@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -68,21 +69,28 @@ def main() -> None:
 def tell(charge: Charge, credentials: handshake.Credentials) -> None:
     """Call the leader until it hears, or for as long as the charge says."""
     fields: handshake.Fields = {"shard": charge.shard, "nonce": charge.nonce}
-    call(charge.leader, credentials, PURPOSE, fields, charge.call_timeout)
+    call([charge.leader], credentials, PURPOSE, fields, charge.call_timeout)
 
 
 def call(
-    there: tuple[str, int], credentials: handshake.Credentials, purpose: str, fields: handshake.Fields, seconds: float
+    those: Sequence[tuple[str, int]],
+    credentials: handshake.Credentials,
+    purpose: str,
+    fields: handshake.Fields,
+    seconds: float,
 ) -> None:
-    """Call a process until it hears, for so many seconds at most."""
+    """Call processes in turn until one hears, for so many seconds at most. One that refuses is called no more."""
+    left = list(those)
     timer = RunningTimer(seconds, time.monotonic, most=wire.KERNEL)  # it may be stopped, or all may
-    while timer.left():
+    while left and timer.left():
+        there = left.pop(0)
         try:
             wire.connect(there, credentials, purpose, fields, wire.KERNEL, process=timer).close()
             return
         except handshake.Refused:
-            return
+            pass
         except OSError:
+            left.append(there)
             time.sleep(_PAUSE)
 
 

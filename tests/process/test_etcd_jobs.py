@@ -31,7 +31,8 @@ from .job import DEADLINE, JOB, TOKEN, Job
 from .rank_points import watch_points
 from .test_faults import _members, _until, go_on
 from .test_growth import ALL, Excused, begin, hold_at_every_step, lose, wait_without
-from .test_kills import ENDLESS, SEED
+from .test_kills import ENDLESS, SEED, check
+from .test_leader_process import VICTIM, hold, leader_of, led
 from .training import train
 
 pytestmark = pytest.mark.protocol
@@ -74,7 +75,7 @@ class Process:
         self.log = job.folder / f"coordinator-{len(job.coordinators)}.log"
         command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--port", "0"]
         command += ["--replicas", str(job.replicas), "--store", job.etcd.url("job"), "--op-timeout", "60"]
-        command += ["--heartbeat-timeout", str(HEARTBEAT), *options]
+        command += ["--ranks-per-replica", str(job.ranks), "--heartbeat-timeout", str(HEARTBEAT), *options]
         with self.log.open("w") as log:
             environment = {**os.environ, "FTCOMM_TOKEN": TOKEN, "FTCOMM_JOB": JOB}
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -238,6 +239,32 @@ def test_the_last_that_contributes_keeps_the_job_when_the_others_die_with_the_co
         second.until(r"view \d+[^:]*: replicas 0, 1 ")
         go_on(running, {0, 1})
         end(running)
+
+
+def test_a_standby_that_has_the_job_hears_of_the_end_of_a_leader_while_all_its_ranks_are_held(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """By the witness of the leader, which was started with the address of the first coordinator."""
+    with EtcdJob(tmp_path, etcd, ranks=2, body=led, elements=1000) as running:
+        first, second = coordinator_and_standby(running)
+        for _ in _until(lambda: connections(first) >= 3, "not all are there"):
+            pass
+        leader = leader_of(running, VICTIM)
+        first.process.kill()
+        second.port()
+        for _ in _until(lambda: connections(second) >= 3, "not all have come"):
+            pass
+        ways = [hold(running, rank) for rank in range(2)]
+        os.kill(leader, signal.SIGKILL)
+        second.until(rf"view \d+: replicas 0, 2 \(lost {VICTIM}: its leader, process {leader}, has ended")
+        go_on(running, {0, 2})
+        for way in ways:
+            os.write(way, b"x")
+            os.close(way)
+        assert running.join(VICTIM) == [1, 1]
+        for replica in (0, 2):
+            running.die(replica)
+        check(running)
 
 
 def connections(coordinator: Process) -> int:

@@ -7,9 +7,11 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from ftcomm.transport import epoll_thread
 from ftcomm.transport.epoll_thread import ENDED, EPOLL_THREAD, EpollThread
 from ftcomm.transport.tcp import mirror
 from ftcomm.transport.tcp.mirror import TcpMirror
@@ -199,3 +201,48 @@ def test_a_forked_child_has_a_thread_of_its_own_and_leaves_the_parents_alone(hel
     os.waitpid(pid, 0)
     of_parent.far.close()
     assert of_parent.next() == b""
+
+
+class _Unbegun:
+    """A thread that does not begin."""
+
+    def start(self) -> None:
+        pass
+
+
+class _Deaf:
+    def __init__(self) -> None:
+        self.near, self.far = socket_pair()
+        self.fd = self.near.fileno()
+
+    def ready(self, events: int) -> None:
+        raise AssertionError("nothing has come")
+
+
+def test_a_last_reader_that_leaves_while_an_earlier_bell_is_taken_ends_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own bell must not be taken with that. The rounds of the thread are made here."""
+    begun: list[tuple[Any, ...]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(epoll_thread.threading, "Thread", lambda target, args, **more: begun.append(args) or _Unbegun())
+        thread = EpollThread()
+        first, last = _Deaf(), _Deaf()
+        thread.enter(first.fd, first, receives=False)
+    thread.leave(first.fd, first)
+    thread.enter(last.fd, last, receives=False)
+    [(epoll, bell)] = begun
+    clear, leaving = bell.clear, threading.Thread(target=thread.leave, args=(last.fd, last))
+
+    def between() -> None:
+        leaving.start()
+        if not thread._lock.locked():
+            leaving.join(DEADLINE)
+        clear()
+
+    bell.clear = between
+    assert thread._round(epoll, bell)
+    leaving.join(DEADLINE)
+    bell.clear = clear
+    assert epoll.poll(0), "the bell was rung for nobody"
+    assert not thread._round(epoll, bell)

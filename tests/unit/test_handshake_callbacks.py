@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -305,3 +308,61 @@ def test_a_port_that_is_closed_ends_what_comes_in_there_and_counts_nothing() -> 
     before = dropped.counts()
     asyncio.run(run())
     assert dropped.counts() == before
+
+
+def test_a_port_that_is_closed_in_the_turn_in_which_a_handshake_ends_closes_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And leaves that to no garbage collector: it may be told of the connection a minute later, or never."""
+    kept: list[Channel] = []
+    arrived = Listener._arrived
+
+    def channel(*args: Any) -> Channel:
+        kept.append(Channel(*args))
+        return kept[-1]
+
+    def closes_first(self: Listener, *args: Any) -> None:
+        closing.append(asyncio.ensure_future(self.close()))
+        arrived(self, *args)
+
+    closing: list[asyncio.Future[None]] = []
+
+    async def run() -> None:
+        sock = listen("127.0.0.1", 0)
+        Listener(sock, CREDENTIALS, nobody)
+        there = await open_socket(sock.getsockname(), CREDENTIALS, "anything", {})
+        await until(lambda: bool(closing))
+        await closing[0]
+        assert kept[0].fileno() == -1
+        there.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Listener, "_arrived", closes_first)
+        patch.setattr(links, "Channel", channel)
+        asyncio.run(run())
+
+
+def test_a_handshake_that_has_ended_needs_no_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals: list[weakref.ref[Any]] = []
+    arrived = Listener._arrived
+
+    def noted(self: Listener, arrival: Any, *args: Any) -> None:
+        arrivals.append(weakref.ref(arrival))
+        arrived(self, arrival, *args)
+
+    async def come(channel: Channel, opening: handshake.Opening) -> None:
+        channel.close()
+
+    async def run() -> None:
+        async with listening(come) as address:
+            (await open_socket(address, CREDENTIALS, "anything", {})).close()
+            await until(lambda: bool(arrivals))
+            await until(lambda: arrivals[0]() is None)
+
+    monkeypatch.setattr(Listener, "_arrived", noted)
+    monkeypatch.setattr("tests.rigs.peers.DEADLINE", 5.0)
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
