@@ -83,7 +83,8 @@ class Admissions:
         if not known.job.counts(replica, join.incarnation) and known.job.is_member(replica):
             if known.is_early(now) or known.may_hold({replica}):
                 return [*actions, Close(conn)]  # it tries again
-            known.job.finished.pop(replica, None)  # the earlier life is lost, however it ended
+            known.job.unfinish(replica)  # the earlier life is lost, however it ended
+            actions += self._decisions.store_finishes()
             actions += self._lost.lose({replica: "restarted"}, proved=True)
             if known.done:
                 return [*actions, Send(conn, m.Removed("the job has ended with its earlier life")), Close(conn)]
@@ -97,7 +98,8 @@ class Admissions:
             if join.caught_up:
                 known.job.caught_up.add(replica)
             return [*actions, *self._rejoined(conn, join), *self._reach(join)]
-        known.job.finished.pop(replica, None)
+        if known.job.unfinish(replica):
+            actions += self._decisions.store_finishes()
         known.leaving.discard(replica)  # the earlier life wanted that
         known.job.caught_up.discard(replica)
         actions.append(Log("joined", {"replica": replica}))

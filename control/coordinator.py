@@ -1,7 +1,8 @@
 """The coordinator decides who is in the job. It is a pure state machine that `ftcomm.control.server` drives.
 
 The job needs it only to change membership. It persists a view before it sends it, so that no epoch is used twice and a
-restarted coordinator knows the job. The members tell it everything else when they connect again.
+restarted coordinator knows the job; and who has finished, who cannot say so again. The members tell it everything else
+when they connect again.
 
     forming   fewer replicas than expected have joined, and there is no view yet
     steady    all members have installed the view
@@ -33,6 +34,7 @@ from ftcomm.control.admissions import Admissions
 from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Close, Conn, CoordinatorAction, Log, Send
 from ftcomm.control.decisions import Decisions
+from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.joiner_messages import DRAINED, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
@@ -63,12 +65,13 @@ class Coordinator:
         state: Callable[[Address], str] = lambda there: "",
         boot: str = "",
         unstarted: Iterable[Unstarted] = (),
+        finishes: Finishes = NO_FINISHES,
     ) -> None:
         """`views` are the last two that were persisted. No earlier run of this job's coordinator had the number
         `lifetime`. `state` tells what the process at an address does, where this host can see it
-        (`ftcomm.control.liveness.state_of`). `boot` names the kernel of this host, and `unstarted` is what was kept by
-        `Keep`."""
-        self.known = known = KnownJob(replicas, ranks_per_replica, timeouts, views, now)
+        (`ftcomm.control.liveness.state_of`). `boot` names the kernel of this host, `unstarted` is what was kept by
+        `Keep`, and `finishes` what was stored by `StoreFinishes`."""
+        self.known = known = KnownJob(replicas, ranks_per_replica, timeouts, views, now, finishes)
         self.job, self.links, self.joiners = known.job, known.links, known.joiners
         self._joiner_messages = JoinerMessages(known)
         self._decisions = Decisions(known, self._joiner_messages)
@@ -170,20 +173,24 @@ class Coordinator:
             known.leaving.add(replica)
             return self._changes.propose()
         elif isinstance(message, m.Finished):
-            known.job.finished[replica] = now
-            return [Log("finished", {"replica": replica}), Send(conn, m.FinishAck()), *self._decisions.check_done()]
+            known.job.finish(replica, now)
+            stored = self._decisions.store_finishes()
+            ack = Send(conn, m.FinishAck())
+            return [*stored, Log("finished", {"replica": replica}), ack, *self._decisions.check_done()]
         return []
 
     def exited(self, replica: int, code: int, now: float) -> list[CoordinatorAction]:
         """The launcher of a replica has seen it exit with `code`, which is that of an error. The replica may have said
         that it has finished, since no process knows its own exit code."""
-        if self.known.done or self.known.job.finished.pop(replica, None) is None:
+        if self.known.done or not self.known.job.unfinish(replica):
             return []
+        stored = self._decisions.store_finishes()
         life = next(((x.replica, x.incarnation) for x in self.known.job.running if x.replica == replica), None)
         if life is None:
-            return []
+            return stored
         script = ScriptEnd.with_code(code)
-        return self._suspects.accuse(Accusation(life, 0, replica, str(script), own=True, script=script), now)
+        accusation = Accusation(life, 0, replica, str(script), own=True, script=script)
+        return [*stored, *self._suspects.accuse(accusation, now)]
 
     def leaderless(self, replica: int, incarnation: str, reason: str, now: float) -> list[CoordinatorAction]:
         """Note that the leader of a replica has ended, as its rank 0 says, which ends with it."""
@@ -236,6 +243,7 @@ class Coordinator:
         actions: list[CoordinatorAction] = [*self._presence.look(silent, now)]
         if known.is_early(now):
             return actions
+        actions += self._decisions.check_done()  # they may have finished before this coordinator came
         held, known.held = known.held, {}
         for message in held.values():
             actions += self._lost.withdrawn(message)

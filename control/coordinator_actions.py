@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ftcomm.control import messages as m
+from ftcomm.control.finishes import Finishes
 from ftcomm.control.probe_schedule import Probe
 from ftcomm.control.unstarted import Unstarted
 from ftcomm.control.views import View
@@ -33,6 +34,13 @@ class Keep(msgspec.Struct, frozen=True):
     reports: tuple[Unstarted, ...]
 
 
+class StoreFinishes(msgspec.Struct, frozen=True):
+    """Write down who has finished, in place of what was written before. It must be there before the `FinishAck` and the
+    `Done` after this one are carried out: who is acknowledged may end, and this coordinator, too."""
+
+    finishes: Finishes
+
+
 class Log(msgspec.Struct, frozen=True):
     """An entry for the event log."""
 
@@ -53,4 +61,4 @@ class Unfit(msgspec.Struct, frozen=True):
     reason: str
 
 
-CoordinatorAction = Send | Close | Persist | Keep | Probe | Log | Done | Unfit
+CoordinatorAction = Send | Close | Persist | Keep | StoreFinishes | Probe | Log | Done | Unfit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Log, Persist, Send
+from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Log, Persist, Send, StoreFinishes
 from ftcomm.control.joiner_messages import FINISHED, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.limits import EPOCHS
@@ -17,6 +17,7 @@ class Decisions:
 
     def __init__(self, known: KnownJob, joiner_messages: JoinerMessages) -> None:
         self._known, self._joiner_messages = known, joiner_messages
+        self._finishes = known.job.finishes  # as they are stored
 
     def decide(
         self,
@@ -47,12 +48,19 @@ class Decisions:
             Log("view", {"epoch": view.epoch, "step": begins, "members": described, "why": why, "lost": sorted(lost)}),
         ]
 
+    def store_finishes(self) -> list[CoordinatorAction]:
+        """Store who has finished, if that has changed."""
+        before, now = self._finishes, self._known.job.finishes
+        if (before.lives, before.completed) == (now.lives, now.completed):
+            return []
+        self._finishes = now
+        return [StoreFinishes(now)]
+
     def check_done(self) -> list[CoordinatorAction]:
         known = self._known
-        if known.view is None or known.done:
+        last = known.job.last
+        if last is None or known.done:
             return []
-        # After a drain the members are those of the view before.
-        last = known.view if known.view.members or known.job.before is None else known.job.before
         if set(last.replicas) <= set(known.job.finished):
             return [*self._joiner_messages.turn_away(FINISHED), *self.finish()]
         return []

@@ -4,14 +4,16 @@
     PREFIX/term     put anew by each new owner, and never removed by one that goes: its revision is the number of a term
     PREFIX/view/0   the last view of an even epoch, in JSON, and
     PREFIX/view/1   that of an odd one: overwritten, so that no job grows
+    PREFIX/finished the members of those views that have finished (`ftcomm.control.finishes`); not there in a store of a
+                    version that wrote none
     PREFIX/ranks/   the addresses of their members, in shards (`ftcomm.control.stored_views`): written before the first
                     view that needs them, and removed after the last one
 
 A coordinator that is stopped, and wakes up after another one has taken over, can do no harm, for two reasons:
 
-- A transaction writes a view, or a shard, only if the owner's key is still the one that the writer made, in this term
-  and on this lease, and (a view) both views are those that it knows. A write that comes late, or a second time, changes
-  nothing.
+- A transaction writes a view, a shard, or who has finished, only if the owner's key is still the one that the writer
+  made, in this term and on this lease, and what it replaces is what it knows: both views, or who had finished. A write
+  that comes late, or a second time, changes nothing.
 - What needs no view (the refusal of a replica, say) is decided only while the lease is known to be alive. A clock that
   runs on while the host is suspended counts that from the last request, less a tenth for clocks that differ.
 
@@ -34,6 +36,7 @@ import msgspec
 
 from ftcomm.control import etcd, stored_views
 from ftcomm.control.decode import decode_with
+from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.store import JobOver, Store, StoreError
 from ftcomm.control.views import View
 
@@ -66,6 +69,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 _RECORD = msgspec.json.Decoder(Record)
+_FINISHES = msgspec.json.Decoder(Finishes)
 
 
 class EtcdStore(Store):
@@ -81,6 +85,7 @@ class EtcdStore(Store):
         self._needless: set[str] = set()  # folders of tables, maybe in part, that no view needs
         self._prefix = place.prefix
         self._owner, self._term = f"{place.prefix}/owner", f"{place.prefix}/term"
+        self._finished = f"{place.prefix}/finished"
         seconds = max(SHORTEST, round(lease))
         self._me = Record(secrets.token_hex(8), socket.gethostname(), port, os.getpid(), seconds)
         self._etcd, self._beats = etcd.Etcd(place, max(0.5, seconds / 4)), etcd.Etcd(place, max(0.5, seconds / 4))
@@ -91,6 +96,7 @@ class EtcdStore(Store):
         self._until = float("-inf")  # until then no other can be the owner
         self._number = self._made = 0  # revisions of our term, and of our key as the owner
         self._written = [0, 0]  # revisions of the two views
+        self._finishes_written = 0  # revision of who has finished
         self._revisions: list[int] = []  # of etcd, when it was asked the last two times
         self._doubt = asyncio.Event()
         self._keep_task: asyncio.Task[None] | None = None
@@ -205,7 +211,7 @@ class EtcdStore(Store):
             raise StoreError(f"{key} in etcd is nothing of ftcomm ({error}); choose another name in --store") from None
 
     def _looks(self) -> list[etcd.Json]:
-        return [etcd.get(key) for key in (self._owner, self._term, *self._view_keys)]
+        return [etcd.get(key) for key in (self._owner, self._term, self._finished, *self._view_keys)]
 
     @property
     def _view_keys(self) -> list[str]:
@@ -215,7 +221,11 @@ class EtcdStore(Store):
         """Read the views that were found, with their tables, which only the owner, this coordinator, may write. Raises
         `StoreError` if a view is not whole."""
         self._written = [found[key].mod_revision if key in found else 0 for key in self._view_keys]
+        self._finishes_written = found[self._finished].mod_revision if self._finished in found else 0
         try:
+            self.finishes = (
+                decode_with(_FINISHES, found[self._finished].value) if self._finished in found else NO_FINISHES
+            )
             self._stored = {key: stored_views.decoded(found[key].value) for key in self._view_keys if key in found}
         except msgspec.DecodeError as error:
             raise StoreError(
@@ -277,15 +287,28 @@ class EtcdStore(Store):
         gone = sorted(self._needless)[: MOST - 1]
         same = [etcd.modified(self._view_keys[each], self._written[each]) for each in (0, 1)]
         answer = await self._write([ours, *same], [etcd.put(key, value), *map(etcd.delete_all, gone)])
-        if answer.succeeded:
-            self._written[parity] = answer.revision
-        else:
-            found = answer.found().get(key)
-            if found is None or found.value != value:
-                raise StoreError(f"{self._prefix} in etcd was changed by somebody else; choose another name in --store")
-            self._written[parity] = found.mod_revision  # an earlier attempt wrote it, and its answer was lost
+        self._written[parity] = self._revision_of(key, value, answer)
         self._needless.difference_update(gone)
         self.views, self._stored = [*self.views[-1:], view], there
+
+    def write_finishes(self, finishes: Finishes) -> asyncio.Future[None]:
+        return asyncio.ensure_future(self._write_finishes(finishes))
+
+    async def _write_finishes(self, finishes: Finishes) -> None:
+        value = msgspec.json.encode(finishes)
+        compare = [etcd.created(self._owner, self._made), etcd.modified(self._finished, self._finishes_written)]
+        answer = await self._write(compare, [etcd.put(self._finished, value)])
+        self._finishes_written = self._revision_of(self._finished, value, answer)
+        self.finishes = finishes
+
+    def _revision_of(self, key: str, value: bytes, answer: etcd.Txn) -> int:
+        """Returns the revision of `value`, which was written with that answer. Raises `StoreError`."""
+        if answer.succeeded:
+            return answer.revision
+        found = answer.found().get(key)
+        if found is None or found.value != value:
+            raise StoreError(f"{self._prefix} in etcd was changed by somebody else; choose another name in --store")
+        return found.mod_revision  # an earlier attempt wrote it, and its answer was lost
 
     async def _write(self, compare: list[etcd.Json], what: list[etcd.Json]) -> etcd.Txn:
         """Write as the owner, for as long as it takes; returns the answer. Who is the owner no more waits for ever."""
@@ -304,7 +327,7 @@ class EtcdStore(Store):
     async def clear(self) -> None:
         """Remove our keys alone, since keys of other jobs may be below. Says how to do it by hand if etcd does not
         answer."""
-        ours = [self._owner, self._term, *self._view_keys]
+        ours = [self._owner, self._term, self._finished, *self._view_keys]
         tables = sorted(self._folders(self._stored.values()) | self._needless)
         gone = [*map(etcd.delete, ours), *map(etcd.delete_all, tables)][:MOST]
         await self._before_the_end(

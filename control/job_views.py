@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ftcomm.control.finishes import Finishes
 from ftcomm.control.views import Member, View
 
 
@@ -21,6 +22,7 @@ class JobViews:
         self.epoch = self.view.epoch if self.view is not None else 0
         self.installed: set[int] = set()  # the replicas that run in the newest
         self.finished: dict[int, float] = {}  # the replicas that have said so, and when
+        self.completed: set[int] = set()  # those of them that contributed to the end: the training is complete
         self.caught_up: set[int] = set()  # members that hold the state and do not contribute yet
 
     @property
@@ -54,6 +56,33 @@ class JobViews:
     @property
     def unfinished_holders(self) -> set[int]:
         return self.holders - self.finished.keys()
+
+    @property
+    def finishes(self) -> Finishes:
+        """The finishes that another coordinator would have to know."""
+        here = {(x.replica, x.incarnation) for view in self.in_force for x in view.members}
+        lives = tuple(sorted(life for life in here if life[0] in self.finished))
+        return Finishes(self.epoch, lives, tuple(sorted(self.completed)))
+
+    @property
+    def last(self) -> View | None:
+        """The newest view that has members: after a drain the one before."""
+        return self.before if self.view is not None and not self.view.members and self.before else self.view
+
+    def finish(self, replica: int, now: float) -> None:
+        """Note that a member has said that it has finished. One that leaves is in no view any more by then, unless all
+        do."""
+        self.finished[replica] = now
+        if self.last is not None and replica in self.last.contributing:
+            self.completed.add(replica)
+
+    def unfinish(self, replica: int) -> bool:
+        """Note that it has not: its script has failed after all, or its number is that of another life now. True if it
+        had said so."""
+        said = replica in self.finished or replica in self.completed
+        self.finished.pop(replica, None)
+        self.completed.discard(replica)
+        return said
 
     def counts(self, replica: int, incarnation: str) -> bool:
         """Whether this life of the replica is a member that others may wait for."""

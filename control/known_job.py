@@ -8,6 +8,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.blame import FRESH, Blame
 from ftcomm.control.coordinator_actions import Conn
 from ftcomm.control.detector import Detector
+from ftcomm.control.finishes import Finishes
 from ftcomm.control.job_views import JobViews
 from ftcomm.control.joiner_messages import ALONE
 from ftcomm.control.joiners import Joiners
@@ -26,13 +27,23 @@ class KnownJob:
     seconds."""
 
     def __init__(
-        self, replicas: int, ranks_per_replica: int, timeouts: Timeouts, views: list[View], now: float
+        self,
+        replicas: int,
+        ranks_per_replica: int,
+        timeouts: Timeouts,
+        views: list[View],
+        now: float,
+        finishes: Finishes,
     ) -> None:
-        """`views` are the last two that were persisted."""
+        """`views` are the last two that were persisted, and `finishes` what was stored beside them. If those are of a
+        later view, somebody has put an older store there, whose lives may have finished and be members no more."""
         self.expected = replicas
         self.ranks_per_replica = ranks_per_replica
         self.timeouts = timeouts
         self.job = JobViews(views)
+        if finishes.epoch <= self.job.epoch:
+            self.job.finished = {replica: now for replica, life in finishes.lives if self.job.counts(replica, life)}
+            self.job.completed = set(finishes.completed)
         # What is said of others counts in it: while this process is stopped, the members may be, too.
         self.ran = RunningTime(min(REPORT, 2 * timeouts.beat))
         self.detector: Detector[int] = Detector(timeouts.silence)
@@ -45,7 +56,7 @@ class KnownJob:
         self.draining = False
         self.done = False
         self.unfit = False  # this coordinator decides nothing more
-        self.unheard = ALONE if views else None  # what joiners wait for, if not for a boundary
+        self.unheard = ALONE if self.job.unfinished_holders else None  # what joiners wait for, if not for a boundary
         self.unvisited = bool(views)  # no member of the job has come to this coordinator yet
         self.held: dict[Conn, m.Withdrawn] = {}  # what is to be decided when it is not too early any more
         self.held_up: dict[int, float] = {}  # when a member that lives was mute last

@@ -69,7 +69,7 @@ class LostMembers:
         if any(member.contributing for member in members):
             persist, *rest = self._decisions.decide(members, step, why, lost=lost)
             return [persist, *actions, *rest]  # persisted before any replica is sent away
-        if base.contributing & set(known.job.finished):  # the training is complete, also for those that catch up
+        if known.job.completed or base.contributing & set(known.job.finished):  # also for those that catch up
             return [*actions, *self._joiner_messages.turn_away(FINISHED), *self._decisions.finish()]
         if known.unvisited:
             return [*actions, *self._unknown(why)]

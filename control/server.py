@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import secrets
 import time
@@ -21,6 +22,7 @@ from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import handshake, leaderless, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.dropped import drop
+from ftcomm.control.finish_writer import LONGEST, RETRY, FinishWriter
 from ftcomm.control.links import Listener, Told, serve_messages
 from ftcomm.control.liveness import boot, state_of
 from ftcomm.control.messages import Event
@@ -39,8 +41,6 @@ log = logging.getLogger("ftcomm.control")
 
 Serve = Callable[[Channel, handshake.Fields], Coroutine[Any, Any, None]]
 
-RETRY = 1.0  # s between two attempts to store a view that could not be written
-
 
 class ServerError(RuntimeError):
     """The coordinator cannot start; the message says why and what to do."""
@@ -52,7 +52,7 @@ def _promises_nothing(action: ca.CoordinatorAction) -> bool:
         return isinstance(action.message, m.FinishAck | m.Queued | m.WhoWaits)
     if isinstance(action, ca.Log):
         return action.kind == "finished"  # an acknowledged process may end at once
-    return isinstance(action, Probe | ca.Keep)
+    return isinstance(action, Probe | ca.Keep | ca.StoreFinishes)
 
 
 class CoordinatorServer:
@@ -94,6 +94,7 @@ class CoordinatorServer:
         self._keep_task: asyncio.Task[None] | None = None
         self._waiting: deque[ca.CoordinatorAction] = deque()  # actions that wait for a view to be written
         self._writing: asyncio.Future[None] | None = None
+        self._finishes = FinishWriter(self._store, self._finishes_delayed, self._not_written)
         self._done = asyncio.Event()
         self.ended = False  # the job has ended; otherwise it goes on, even without this coordinator
         self.failed = ""
@@ -157,6 +158,7 @@ class CoordinatorServer:
             state=state_of,
             boot=boot(),
             unstarted=self._store.reports,
+            finishes=self._store.finishes,
         )
         self._listener = Listener(sock, self._credentials, self._peer)
         self._ticker = asyncio.ensure_future(self._tick())
@@ -217,6 +219,7 @@ class CoordinatorServer:
     async def _give_up(self) -> None:
         self._machine = None
         self._waiting.clear()
+        self._finishes.stop()
         for task in (self._ticker, self._writing, *self._probes):
             if task is not None:
                 task.cancel()
@@ -349,10 +352,12 @@ class CoordinatorServer:
         self._waiting = held
 
     def _carry_out(self, action: ca.CoordinatorAction) -> None:
-        if isinstance(action, ca.Send):
-            writer = self._writers.get(action.conn)
-            if writer is not None:
-                writer.send(action.message)
+        if isinstance(action, ca.Send) and isinstance(action.message, m.FinishAck):
+            self._finishes.then(functools.partial(self._send, action))
+        elif isinstance(action, ca.Send):
+            self._send(action)
+        elif isinstance(action, ca.StoreFinishes):
+            self._finishes.write(action.finishes)
         elif isinstance(action, ca.Persist):
             try:
                 self._writing = self._store.append(action.view)
@@ -381,8 +386,17 @@ class CoordinatorServer:
                 writer.close()
             self._over(action.reason)
         else:
-            self.ended = True
-            self._over(action.failed)
+            self._finishes.then(functools.partial(self._end, action))
+
+    def _send(self, action: ca.Send) -> None:
+        writer = self._writers.get(action.conn)
+        if writer is not None:
+            writer.send(action.message)
+
+    def _end(self, action: ca.Done) -> None:
+        self._finishes.stop()  # what is stored is removed now
+        self.ended = True
+        self._over(action.failed)
 
     def _written(self, writing: asyncio.Future[None]) -> None:
         if writing.cancelled() or writing is not self._writing:
@@ -395,15 +409,8 @@ class CoordinatorServer:
 
     async def _write_again(self, view: View, error: OSError) -> None:
         """Write a view until that succeeds, whatever is wrong. No later decision is sent before."""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = "free space there" if full else "mend the file system that it lies in, or the way there"
-        self._log(
-            "store",
-            {
-                "text": f"the views cannot be stored in {self._store.name}: {error.strerror or error}; {mend}. Until "
-                f"then no replica joins, leaves or is replaced; it is tried again every {RETRY:g} s"
-            },
-        )
+        what = f"the views cannot be stored in {self._store.name}"
+        self._delayed(what, error, "no replica joins, leaves or is replaced")
         while True:
             await asyncio.sleep(RETRY)
             with contextlib.suppress(OSError):
@@ -412,6 +419,16 @@ class CoordinatorServer:
         if writing is not None:
             await writing
         self._log("store", {"text": f"the views are stored in {self._store.name} again"})
+
+    def _finishes_delayed(self, error: OSError) -> None:
+        what = f"who has finished cannot be stored in {self._store.name}"
+        self._delayed(what, error, f"each replica that finishes waits for {LONGEST:g} s")
+
+    def _delayed(self, what: str, error: OSError, meanwhile: str) -> None:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = "free space there" if full else "mend the file system that it lies in, or the way there"
+        text = f"{what}: {error.strerror or error}; {mend}. Until then {meanwhile}; it is tried again every {RETRY:g} s"
+        self._log("store", {"text": text})
 
     def _not_written(self, why: str) -> None:
         """End: a view that is not written must not be sent, and a second attempt would not help."""

@@ -1,4 +1,4 @@
-"""Durable views, which a coordinator must have written before it sends them.
+"""Durable views, which a coordinator must have written before it sends them, and who has finished.
 
 ViewStore    an append-only file with a JSON line per view, locked by the one coordinator that writes it
 EtcdStore    (`ftcomm.control.etcd_store`) in etcd, for coordinators on different hosts
@@ -21,6 +21,7 @@ import msgspec
 
 from ftcomm.control.decode import decode_with
 from ftcomm.control.field_types import Name
+from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.fork import keep_from_children
 from ftcomm.control.liveness import boot
 from ftcomm.control.unstarted import Reports, Unstarted
@@ -38,6 +39,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 _KEPT = msgspec.json.Decoder(_Kept)
+_FINISHES = msgspec.json.Decoder(Finishes)
 
 
 class StoreError(RuntimeError):
@@ -53,6 +55,7 @@ class Store(abc.ABC):
 
     views: list[View]  # the last two at most
     reports: tuple[Unstarted, ...] = ()  # what `keep` was given last
+    finishes: Finishes = NO_FINISHES  # what was written last; none in a store of a version that knew of none
     name: str  # for messages
     tell: Callable[[str], None] = staticmethod(lambda text: None)  # is told, in words, what a person should know
 
@@ -79,6 +82,10 @@ class Store(abc.ABC):
         """Write `view`. Returns None if it is written, else a future, which lasts for as long as the view is not.
         Raises `OSError`; the future raises `StoreError` if a new attempt would not help."""
 
+    @abc.abstractmethod
+    def write_finishes(self, finishes: Finishes) -> asyncio.Future[None] | None:
+        """Write who has finished, in place of what was written before. Returns and raises what `append` does."""
+
     def keep(self, reports: tuple[Unstarted, ...]) -> None:
         """Keep what ranks have said that cannot start, at least for as long as this process lives. Raises `OSError`."""
         self.reports = reports
@@ -94,10 +101,10 @@ class Store(abc.ABC):
 
 class ViewStore(Store):
     """Keeps the views of a job so that a restarted coordinator never reuses an epoch. With `path` None: memory only.
-    In `path`.unstarted is what ranks have said that cannot start, if any have; in `path`.job the name of the job, if it
-    was asked for.
+    In `path`.finished is who has finished, if anybody has; in `path`.unstarted what ranks have said that cannot start,
+    if any have; in `path`.job the name of the job, if it was asked for.
 
-    Not thread-safe. `append` returns when the view is on the disk.
+    Not thread-safe. `append` and `write_finishes` return when it is on the disk.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -141,6 +148,7 @@ class ViewStore(Store):
     async def clear(self) -> None:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+            self._finish_file(self.path).unlink(missing_ok=True)
             self._report_file(self.path).unlink(missing_ok=True)
             self._job_file(self.path).unlink(missing_ok=True)
 
@@ -171,6 +179,7 @@ class ViewStore(Store):
             ) from None
         self._fd = fd
         self.views = self._read(fd)
+        self.finishes = self._read_finishes(self._finish_file(self.path))
         self.reports = self._read_reports(self._report_file(self.path))
 
     def _check(self, path: Path, fd: int) -> None:
@@ -204,12 +213,36 @@ class ViewStore(Store):
             raise StoreError(f"{self.path} holds no views of this version ({error}); choose another --store") from error
 
     @staticmethod
+    def _finish_file(path: Path) -> Path:
+        return path.with_name(f"{path.name}.finished")
+
+    @staticmethod
     def _report_file(path: Path) -> Path:
         return path.with_name(f"{path.name}.unstarted")
 
     @staticmethod
     def _job_file(path: Path) -> Path:
         return path.with_name(f"{path.name}.job")
+
+    def _read_finishes(self, path: Path) -> Finishes:
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                self._check(path, file.fileno())
+                finishes: Finishes = decode_with(_FINISHES, file.read())
+        except FileNotFoundError:
+            return NO_FINISHES
+        except (OSError, msgspec.DecodeError, StoreError) as error:
+            self.close()
+            raise StoreError(
+                f"{path} does not say which replicas have finished ({error}); remove it if none has, else choose "
+                "another --store"
+            ) from error
+        return finishes
+
+    def write_finishes(self, finishes: Finishes) -> None:
+        if self._fd is not None and self.path is not None:
+            self._replace(self._finish_file(self.path), msgspec.json.encode(finishes))
+        self.finishes = finishes
 
     def _read_reports(self, path: Path) -> tuple[Unstarted, ...]:
         """Returns what is kept there. No job needs it, so a file that is not good counts as none."""
@@ -229,11 +262,23 @@ class ViewStore(Store):
         if not reports:
             self._report_file(self.path).unlink(missing_ok=True)
             return
-        new = self.path.with_name(f"{self.path.name}.unstarted.new")
+        self._replace(self._report_file(self.path), msgspec.json.encode(_Kept(boot(), reports)))
+
+    @staticmethod
+    def _replace(path: Path, data: bytes) -> None:
+        """Make `data` the contents of a file, which are the old or the new ones at any moment, and lasting."""
+        new = path.with_name(f"{path.name}.new")
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(_Kept(boot(), reports)))
-        new.rename(self._report_file(self.path))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def append(self, view: View) -> None:
         if self._fd is not None:

@@ -80,6 +80,7 @@ class Faults:
             "frozen": 6.0,
             "stuck": 40.0,
             "suspended": 3 * op,
+            "ending": 12.0,
             "standing": 3 * op,
             "missed": 3 * op,
             "away": 4 * op,  # twice as long as ops wait
@@ -160,6 +161,27 @@ class Faults:
             self.world.after(0.01, None, self.job.start_coordinator)
         else:
             self.world.after(0.05, None, self._watch_quiet)
+
+    def _begin_ending(self) -> None:
+        """Stop and kill all others when one has come to its end, one after the other, and let the coordinator come and
+        go meanwhile."""
+        job = self.job
+        if job.ended is not None:
+            return
+        through = [replica for replica in job.replicas if any(rank.finishing for rank in replica.ranks)]
+        if not through:
+            self.world.after(0.0002, None, self._begin_ending)
+            return
+        for replica in job.replicas:
+            if replica.running and replica not in through:
+                self.excuse(replica, "killed before its end")
+                for rank in replica.ranks:
+                    rank.freeze()
+                self.world.after(5.0 * self.random.random(), None, job.kill, replica)
+        for _ in range(self.random.choice((1, 1, 2))):
+            dies = 5.0 * self.random.random()
+            self.world.after(dies, None, job.kill_coordinator)
+            self.world.after(dies + self.random.choice((0.01, 0.4, 3.0)), None, job.start_coordinator)
 
     def _begin_away(self) -> None:
         """Take the coordinator away until all is mended, stopped or dead, and kill a member meanwhile."""

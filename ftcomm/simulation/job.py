@@ -10,6 +10,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control.blame import Removal
+from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
     from ftcomm.simulation.scenario import Scenario
 
 
-class SimulatedCoordinator(Process):
-    """Drives the machine as `ftcomm.control.server` does. `crash_in`: so many actions after a view it dies."""
+_VERDICT = 8.0  # s in which a coordinator finds out that all processes have ended, also one that is yet to come
 
-    def __init__(self, job: SimulatedJob, lifetime: int, known: list[View]) -> None:
+
+class SimulatedCoordinator(Process):
+    """Drives the machine as `ftcomm.control.server` does. `crash_in`: so many actions after a view, or after what
+    it writes down of who has finished, it dies."""
+
+    def __init__(self, job: SimulatedJob, lifetime: int, known: list[View], finishes: Finishes) -> None:
         world = job.world
         super().__init__(world, f"coordinator.{lifetime}", job.scenario.coordinator_host)
         self._job = job
@@ -43,6 +48,7 @@ class SimulatedCoordinator(Process):
             self.clock(),
             lifetime,
             boot=f"boot{self.host}",
+            finishes=finishes,
         )
         self._tick()
 
@@ -57,6 +63,11 @@ class SimulatedCoordinator(Process):
 
     def leaderless(self, replica: int, incarnation: str, reason: str) -> None:
         self.do(self.machine.leaderless(replica, incarnation, reason, self.clock()))
+
+    def _acknowledges(self, number: int) -> None:
+        link = self.machine.links.get(number)
+        if link is not None and self.machine.known.job.counts(link.replica, link.incarnation):
+            self._job.acknowledged(link.replica, link.incarnation)
 
     def _closed(self, number: int) -> None:
         self._conns.pop(number, None)
@@ -90,6 +101,8 @@ class SimulatedCoordinator(Process):
                 message: m.Message = action.message  # type: ignore[union-attr]
                 if type(message) is m.NewView:
                     self._job.promises.heard(message.view)
+                elif type(message) is m.FinishAck:
+                    self._acknowledges(action.conn)  # type: ignore[union-attr]
                 if connection is not None:
                     self._job.network.check(message)
                     connection.send(1, message)
@@ -97,6 +110,10 @@ class SimulatedCoordinator(Process):
                 view: View = action.view  # type: ignore[union-attr]
                 self.say("decides %s", described(view))
                 self._job.store(view, stalls)
+                if self.crash_in >= 0:
+                    crash = self.crash_in
+            elif kind is ca.StoreFinishes:
+                self._job.store_finishes(action.finishes)  # type: ignore[union-attr]
                 if self.crash_in >= 0:
                     crash = self.crash_in
             elif kind is ca.Close:
@@ -109,6 +126,7 @@ class SimulatedCoordinator(Process):
                 self._job.network.probe(self, port, functools.partial(self._probed, action), awaits_mute=asks)  # type: ignore[arg-type]
             elif kind is ca.Unfit:
                 self.say("decides nothing more: %s", action.reason)  # type: ignore[union-attr]
+                self._job.ends_badly(action.reason)  # type: ignore[union-attr]
                 self._job.kill_coordinator()
                 self._job.unfit = True
                 return
@@ -138,9 +156,11 @@ class SimulatedJob:
         self.timeouts: Timeouts = scenario.timeouts
         self.work: Workload = scenario.work
         self.stored: list[View] = []  # all views that were ever decided
+        self._finishes: list[tuple[int, Finishes]] = []  # what was written of who has finished, after so many views
         self.older = 0  # by so many views the store of this coordinator is older than the job
         self.draining = False
         self.ended: str | None = None  # "" if it ended well, else what the coordinator said
+        self._gives_up = False  # the launcher does
         self._ports = 10
         self._lifetimes = 0
         self.coordinator: SimulatedCoordinator | None = None
@@ -161,7 +181,8 @@ class SimulatedJob:
             self.unfit = False
             self.older = min(older, len(self.stored))
             known = self.stored[: len(self.stored) - self.older]
-            coordinator = self.coordinator = SimulatedCoordinator(self, self._lifetimes, known)
+            finishes = next((x for count, x in reversed(self._finishes) if count <= len(known)), NO_FINISHES)
+            coordinator = self.coordinator = SimulatedCoordinator(self, self._lifetimes, known, finishes)
             self.network.listeners[COORDINATOR] = coordinator
             coordinator.say("starts with %s views of %s", len(known), len(self.stored))
             if self.draining:
@@ -178,6 +199,14 @@ class SimulatedJob:
         self.stored.append(view)
         self.promises.persisted(view, stalls)
 
+    def store_finishes(self, finishes: Finishes) -> None:
+        self._finishes.append((len(self.stored), finishes))
+
+    def acknowledged(self, replica: int, incarnation: str) -> None:
+        """Note that a member is about to hear that its finish is known."""
+        stored = self._finishes[-1][1] if self._finishes else NO_FINISHES
+        self.promises.acknowledged((replica, incarnation), stored)
+
     def drain(self) -> None:
         if not self.draining:
             self.draining = True
@@ -189,8 +218,15 @@ class SimulatedJob:
             self.world.say("coordinator", "says that the job is over: %s", failed or "finished")
             self.ended = failed
             holders = self.holders() if failed else self.holders(at_work=True)
+            if failed:
+                self.ends_badly(failed)
             self.promises.over(failed or "finished", holders)
             self.world.after(1.0, None, self.stop)
+
+    def ends_badly(self, why: str) -> None:
+        """Note what a coordinator says at its end, which with an older store cannot know what was stored since."""
+        if not self.older:
+            self.promises.ends_badly(why)
 
     def stop(self) -> None:
         self.world.over = True
@@ -224,7 +260,8 @@ class SimulatedJob:
         return alone and not self.holders() and waiting
 
     def start_replica(self, replica: Replica) -> None:
-        if replica.over or replica.running or self.ended is not None or (self.draining and replica.lives):
+        over = self.ended is not None or self._gives_up or (self.draining and replica.lives)
+        if over or replica.over or replica.running:
             return
         replica.lives += 1
         replica.running = True
@@ -364,12 +401,18 @@ class SimulatedJob:
     def _look(self) -> None:
         """Look whether anything is left to wait for."""
         running = any(replica.running for replica in self.replicas)
-        if all(replica.over for replica in self.replicas) or (self.draining and not running):
-            self.world.over = True
-        elif self.stored and not running:
-            if self.ended is None and not any(replica.over for replica in self.replicas):
-                self.ended = "all replicas died"  # the state is lost: a launcher gives up here
-            self.world.over = True
+        if self.ended is None and not running and self.stored and not any(replica.over for replica in self.replicas):
+            self._gives_up = True  # the state is lost: a launcher starts nobody any more
+        if all(replica.over for replica in self.replicas) or (not running and (self.draining or self.stored)):
+            self.world.after(0.0 if self.ended is not None else _VERDICT, None, self._end)
+
+    def _end(self) -> None:
+        """End the history: all processes have ended, and the coordinator has had the time to say how."""
+        if any(replica.running for replica in self.replicas):
+            return
+        if self.ended is None and self._gives_up:
+            self.ended = "all replicas died"
+        self.world.over = True
 
     def describe(self) -> str:
         lines = []

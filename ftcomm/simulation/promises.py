@@ -16,7 +16,8 @@ static groups        `returned`, `fails_in_static`: as in 1; `ends_static`: nobo
                      leaves has returned returns everywhere
 6 a clear error      `returned`: calls that differ are an error that is the same everywhere
 7 no verdict         `removed`: nobody is removed without a fault that forces it, and who lives is removed as a stall
-  without proof      alone; `over`: the job ends only when no holder of its state lives, whatever faults there were
+  without proof      alone; `over`: the job ends only when no holder of its state lives, whatever faults there were;
+                     `acknowledged`, `ends_badly`: what was said to be known of a finish is known after any restart
 
 Which fault may take a member out, and which may end the job, and why there is no better end:
 
@@ -60,8 +61,9 @@ import numpy as np
 
 from ftcomm.collective.operation import Operation
 from ftcomm.control import messages as m
+from ftcomm.control.finishes import Finishes
 from ftcomm.control.limits import MEMBERS
-from ftcomm.control.views import Member, View
+from ftcomm.control.views import Life, Member, View
 from ftcomm.errors import MismatchError
 from ftcomm.membership.derived import Left
 from ftcomm.membership.static import LastMessage
@@ -114,6 +116,7 @@ class Promises:
         self._failed: dict[
             tuple[str, int, int], SimulatedRank
         ] = {}  # ops of static groups -> where one fails, as a member left
+        self._completed: set[str] = set()  # lives that contributed to the end, and may have heard that this is known
         self._ended_statics: set[tuple[str, int, int]] = set()
 
     # -- views -----------------------------------------------------------------------------------------------------
@@ -230,6 +233,18 @@ class Promises:
         """The coordinator says so. `holders`: who holds the state, and has not finished."""
         if holders:
             raise BrokenPromise(f"the job has ended though {', '.join(holders)} hold the state of the training: {why}")
+
+    def acknowledged(self, life: Life, stored: Finishes) -> None:
+        """A member is sent word that its finish is known, of which that much is written down."""
+        if life not in stored.lives:
+            raise BrokenPromise(f"{life[1]} is told that its finish is known, and what is written down is {stored}")
+        if self.last is not None and life[0] in self.last.contributing:
+            self._completed.add(life[1])
+
+    def ends_badly(self, why: str) -> None:
+        """The coordinator says that the job has failed, or that it does not know how it has ended."""
+        if self._completed:
+            raise BrokenPromise(f"{', '.join(self._completed)} had finished, and was told that this is known: {why}")
 
     # -- ops -------------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ KINDS = {
     "resets": 2,  # connections break, one or all at a time
     "held": 3,  # interpreters are, and processes stopped: one, several or all, the coordinator too
     "rolled-back": 2,  # the coordinator comes back with an older store
+    "ending": 2,  # when the first has finished, the others die one after the other, and the coordinator comes and goes
     "together": 2,  # the coordinator dies with replicas, as on one host
     "forks": 2,  # a process that dies leaves a child with its connections open
     "accused": 2,  # members take for proved that another one has ended, and it lives

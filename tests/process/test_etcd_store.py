@@ -17,6 +17,7 @@ import trustme
 from ftcomm.control import etcd
 from ftcomm.control.etcd import Etcd, Place
 from ftcomm.control.etcd_store import EtcdStore
+from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.store import JobOver, StoreError
 from ftcomm.control.views import Address, Addresses, Member, View
 from tests.rigs.etcd import EtcdServer, etcd_server
@@ -432,6 +433,48 @@ def test_a_write_of_an_earlier_term_changes_nothing(url: str) -> None:
         assert stored(url) == []
         await store.append(view(1))
         await store.release()
+
+    run(test)
+
+
+def test_a_standby_that_takes_over_knows_who_has_finished(url: str) -> None:
+    """What was stored by a version that wrote none of that has none. A late write of the first changes nothing."""
+    some, more = Finishes(1, ((0, "a"),), (0,)), Finishes(1, ((0, "a"), (1, "b")), (0, 1))
+
+    async def test() -> None:
+        first, second = Store(url, lease=SHORT), Store(url, 4712, standby=True)
+        await first.acquire()
+        assert first.finishes == NO_FINISHES
+        await first.append(view(1))
+        txn, attempts = first._etcd.txn, list[Any]()
+
+        def lossy(*args: Any) -> Any:
+            attempts.append(args)
+            answer = txn(*args)
+            if len(attempts) == 1:
+                raise etcd.Away("the answer is lost")
+            return answer
+
+        first._etcd.txn = lossy  # type: ignore[method-assign]
+        await first.write_finishes(more)  # in a second attempt
+        await first.write_finishes(some)
+        assert not (await first._ask(txn, *attempts[1])).succeeded, "nor does one that comes late take anything back"
+        taking = asyncio.ensure_future(second.acquire())
+        await second.until("takes over when it is gone")
+        first.fall_silent()
+        await taking
+        assert second.finishes == some
+        late = first.write_finishes(more)
+        await asyncio.wait_for(first.doubt(), 60)
+        assert not late.done()
+        late.cancel()
+        await second.write_finishes(more)
+        await second.append(view(2))
+        assert max(len(entry.value) for entry in keys(url).values()) < 1000
+        await second.clear()
+        assert set(keys(url)) <= {second._owner}
+        for store in (first, second):
+            await store.release()
 
     run(test)
 

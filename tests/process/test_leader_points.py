@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from ftcomm.control.liveness import state
+
 from .job import STALL, Job
 from .leader_points import leader_of
 from .rank_points import CATCHING_UP, CHANGING, JOINING, Points
-from .test_faults import go_on
+from .test_faults import _until, go_on
 from .test_growth import (
     ALL,
     JOINER,
@@ -73,6 +75,14 @@ def kill_leader(running: Job, points: Points, replica: int, fault: str, other: i
     running.processes[replica, 1].kill()  # as the launcher would; one that was in no view yet waits for a new leader
 
 
+def lose_joiner(running: Job) -> None:
+    """Kill it, and wait for the end of its leader, which might come to the point that is meant for the next one."""
+    leader = leader_of(running.folder, JOINER)
+    lose(running, JOINER)
+    for _ in _until(lambda: state(leader) in ("", "Z"), f"the leader {leader} does not end with its rank 0"):
+        pass
+
+
 def of(*replicas: int) -> Any:
     """Errors of these are none."""
     return lambda replica, rank, text: replica in replicas
@@ -84,7 +94,7 @@ def test_a_leader_that_is_killed_at_a_point_of_a_joining(tmp_path: Path, faults:
     points = Points(tmp_path)
     with job(tmp_path) as running:
         begin(running)
-        lose(running, JOINER)
+        lose_joiner(running)
         for number, point in enumerate(shuffled(JOINING + CATCHING_UP)[:count]):
             fault, seen = faults[number % len(faults)], len(running.events)
             print(point, fault)
@@ -108,7 +118,7 @@ def test_a_leader_that_is_killed_at_a_point_of_a_change(tmp_path: Path, faults: 
     points = Points(tmp_path)
     with job(tmp_path) as running:
         begin(running)
-        lose(running, JOINER)
+        lose_joiner(running)
         for number, point in enumerate(shuffled(CHANGING)[:count]):
             fault, seen = faults[number % len(faults)], len(running.events)
             print(point, fault)
@@ -122,22 +132,15 @@ def test_a_leader_that_is_killed_at_a_point_of_a_change(tmp_path: Path, faults: 
             if fault == ANOTHER:
                 running.start(JOINER)
             running.wait_contributing(ALL, since=seen)
-            lose(running, JOINER)
+            lose_joiner(running)
         running.start(JOINER)
         finish(running, ALL, of(1))
 
 
-# A coordinator keeps views, and not who has finished: one that comes back after the others have ended, and hears of no
-# finish of the last, cannot tell. A better end exists: to keep that too.
-FORGOTTEN = pytest.mark.xfail(reason="the new coordinator does not know that the others had finished")
-SWEPT = (
-    pytest.param(ALONE, marks=pytest.mark.sweep),
-    pytest.param(COORDINATOR, marks=[pytest.mark.sweep, FORGOTTEN]),
-    pytest.param(ANOTHER, marks=pytest.mark.sweep),
-)
+SWEPT = [pytest.param(fault, marks=pytest.mark.sweep) for fault in (ALONE, ANOTHER)]
 
 
-@pytest.mark.parametrize("fault", [HELD, *SWEPT])
+@pytest.mark.parametrize("fault", [HELD, COORDINATOR, *SWEPT])
 def test_a_leader_that_is_killed_when_its_replica_has_ended_its_steps(tmp_path: Path, fault: str) -> None:
     """The work is done, and the others end as they should."""
     points = Points(tmp_path)
@@ -175,44 +178,28 @@ def stop_leader(running: Job, points: Points, replica: int) -> int:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=[pytest.mark.sweep, pytest.mark.timeout(1800)])])
-def test_a_leader_that_is_stopped_at_a_point_of_a_joining_and_goes_on(tmp_path: Path, count: int | None) -> None:
-    """For longer than the heartbeat timeout: its kernel answers, so its replica comes in when it goes on."""
+@pytest.mark.parametrize(
+    ("replica", "among"), [(JOINER, JOINING + CATCHING_UP), (1, CHANGING)], ids=["a joining", "a change"]
+)
+def test_a_leader_that_is_stopped_at_a_point_and_goes_on(
+    tmp_path: Path, replica: int, among: tuple[str, ...], count: int | None
+) -> None:
+    """For longer than the heartbeat timeout: its kernel answers, so the joiner comes in when it goes on."""
     points = Points(tmp_path)
     with job(tmp_path, heartbeat_timeout=HEARTBEAT) as running:
         begin(running)
-        lose(running, JOINER)
-        for point in shuffled(JOINING + CATCHING_UP)[:count]:
+        lose_joiner(running)
+        for point in shuffled(among)[:count]:
             seen = len(running.events)
-            points.hold(JOINER, point)
+            points.hold(replica, point)
             running.start(JOINER)
-            wait_there(running, points, JOINER, point)
-            leader = stop_leader(running, points, JOINER)
+            wait_there(running, points, replica, point)
+            leader = stop_leader(running, points, replica)
             time.sleep(LONGER)
             os.kill(leader, signal.SIGCONT)
             running.wait_contributing(ALL, since=seen)
             assert not [e for e in running.events[seen:] if "lost" in e.get("why", "")], running.events[seen:]
-            lose(running, JOINER)
-        running.start(JOINER)
-        finish(running, ALL)
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(None, marks=[pytest.mark.sweep, pytest.mark.timeout(1800)])])
-def test_a_leader_that_is_stopped_at_a_point_of_a_change_and_goes_on(tmp_path: Path, count: int | None) -> None:
-    points = Points(tmp_path)
-    with job(tmp_path, heartbeat_timeout=HEARTBEAT) as running:
-        begin(running)
-        lose(running, JOINER)
-        for point in shuffled(CHANGING)[:count]:
-            seen = len(running.events)
-            points.hold(1, point)
-            running.start(JOINER)
-            wait_there(running, points, 1, point)
-            leader = stop_leader(running, points, 1)
-            time.sleep(LONGER)
-            os.kill(leader, signal.SIGCONT)
-            running.wait_contributing(ALL, since=seen)
-            assert not [e for e in running.events[seen:] if "lost" in e.get("why", "")], running.events[seen:]
-            lose(running, JOINER)
+            lose_joiner(running)
         running.start(JOINER)
         finish(running, ALL)
 
@@ -225,7 +212,7 @@ def test_a_leader_that_is_stopped_for_good_at_a_point_of_a_change_is_a_stall(tmp
     points = Points(tmp_path)
     with job(tmp_path, replicas=4, **STALL) as running:
         begin(running)
-        lose(running, JOINER)
+        lose_joiner(running)
         for point in shuffled(CHANGING):
             seen = len(running.events)
             points.hold(1, point)
@@ -241,6 +228,6 @@ def test_a_leader_that_is_stopped_for_good_at_a_point_of_a_change_is_a_stall(tmp
             for replica in (1, 3) if dies else (1,):
                 running.start(replica)
             running.wait_contributing({0, 1, 2, 3}, since=seen)
-            lose(running, JOINER)
+            lose_joiner(running)
         running.start(JOINER)
         finish(running, {0, 1, 2, 3}, of(1))

@@ -9,7 +9,8 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
-from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Persist, Send, Unfit
+from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Persist, Send, StoreFinishes, Unfit
+from ftcomm.control.finishes import NO_FINISHES
 from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, View
@@ -31,6 +32,7 @@ class Script:
     def __init__(self, replicas: int) -> None:
         self.replicas, self.lifetime = replicas, 0
         self.views: list[View] = []
+        self.finishes = NO_FINISHES
         self.restart()
         self.sent: dict[int, list[m.Message]] = collections.defaultdict(list)
         self.done: list[str] = []
@@ -47,12 +49,16 @@ class Script:
     def restart(self) -> None:
         """A coordinator that knows what was stored."""
         self.lifetime += 1
-        self.coordinator = Coordinator(self.replicas, 1, TIMEOUTS, list(self.views), now=0.0, lifetime=self.lifetime)
+        self.coordinator = Coordinator(
+            *(self.replicas, 1, TIMEOUTS, list(self.views), 0.0, self.lifetime), finishes=self.finishes
+        )
 
     def do(self, actions: list[CoordinatorAction]) -> None:
         for action in actions:
             if isinstance(action, Persist):
                 self.views.append(action.view)
+            elif isinstance(action, StoreFinishes):
+                self.finishes = action.finishes
             elif isinstance(action, Send):
                 self.sent[action.conn].append(action.message)
             elif isinstance(action, Done):

@@ -20,6 +20,7 @@ from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
+from ftcomm.control.finishes import NO_FINISHES
 from ftcomm.control.probe_schedule import Probe, ProbeOutcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
@@ -62,6 +63,7 @@ class Cluster:
         self.now = 0.0
         self.trace: list[str] = []
         self.views: list[View] = []  # the store
+        self.finishes = NO_FINISHES  # the same
         self.lifetimes = 0
         self.coordinator: c.Coordinator | None = self._coordinator()
         self.conns = 0
@@ -79,7 +81,8 @@ class Cluster:
 
     def _coordinator(self) -> c.Coordinator:
         self.lifetimes += 1
-        return c.Coordinator(self.n, self.w, TIMEOUTS, self.views[-2:], self.now, self.lifetimes)
+        known = self.n, self.w, TIMEOUTS, self.views[-2:], self.now, self.lifetimes
+        return c.Coordinator(*known, finishes=self.finishes)
 
     def start(self, number: int) -> None:
         self.incarnations += 1
@@ -276,6 +279,8 @@ class Cluster:
                 assert not self.views or action.view.epoch > self.views[-1].epoch, "an epoch was reused"
                 self._check_ready(action.view)
                 self.views.append(action.view)
+            elif isinstance(action, ca.StoreFinishes):
+                self.finishes = action.finishes
             elif isinstance(action, ca.Send):
                 replica = next((r for r in self.replicas.values() if r.conn == action.conn), None)
                 if replica is not None:

@@ -32,6 +32,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
+from ftcomm.control.finishes import NO_FINISHES
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
@@ -101,6 +102,7 @@ class Conversation:
         self.at = "coordinator"  # the name of the host on which it runs
         self.coordinator: c.Coordinator | None = None
         self.views: list[View] = []  # what is written down
+        self.finishes = NO_FINISHES  # and this
         self.lives: dict[str, list[Rank]] = {}
         self.current: dict[int, str] = {}  # replica -> its newest life
         self._ranks = 1
@@ -352,7 +354,8 @@ class Conversation:
         self._found.clear()
         self._dark.discard(self.at)
         self.coordinator = c.Coordinator(
-            self._replicas, self._ranks, TIMEOUTS, self.views[-2:], self.now, self._coordinators
+            *(self._replicas, self._ranks, TIMEOUTS, self.views[-2:], self.now, self._coordinators),
+            finishes=self.finishes,
         )
         if self._coordinators > 1:
             self.say(self.at, f"reads view {self.views[-1].epoch} from its store")
@@ -517,6 +520,10 @@ class Conversation:
                 if action.kind != "view":
                     said = ", ".join(f"{key} {shortened(str(value))}" for key, value in action.fields.items())
                     self.say(self.at, f"logs {action.kind}: {said}" if said else f"logs {action.kind}")
+            elif isinstance(action, ca.StoreFinishes):
+                self.finishes = action.finishes
+                lives = ", ".join(str(replica) for replica, _ in action.finishes.lives)
+                self.say(self.at, f"writes who has finished: {lives or 'nobody'}")
             elif isinstance(action, ca.Unfit):
                 self.say(self.at, f"ends, and leaves the job alone: {shortened(action.reason)}")
                 self.coordinator = None

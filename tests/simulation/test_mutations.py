@@ -36,7 +36,9 @@ from ftcomm.control.admissions import Admissions
 from ftcomm.control.blame import Blame
 from ftcomm.control.decisions import Decisions
 from ftcomm.control.detector import Detector
+from ftcomm.control.finishes import NO_FINISHES
 from ftcomm.control.job_views import JobViews
+from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader import Leader
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.lost_members import LostMembers
@@ -316,6 +318,26 @@ def finished_once(patch: Patch) -> None:
     """The end of a script is said once, whether the coordinator is there or not."""
     opened = LeaderNode.opened
     patch.setattr(LeaderNode, "opened", lambda self: opened(self)[:1])
+
+
+def stores_no_finish(patch: Patch) -> None:
+    """Who has finished is acknowledged, and not written down."""
+    patch.setattr(Decisions, "store_finishes", lambda self: [])
+
+
+def forgets_the_finish(patch: Patch) -> None:
+    """A coordinator that comes back does not read who has finished."""
+    begins = KnownJob.__init__
+
+    def forgetful(self: KnownJob, *args: Any) -> None:
+        begins(self, *args[:-1], NO_FINISHES)
+
+    patch.setattr(KnownJob, "__init__", forgetful)
+
+
+def forgets_who_is_through(patch: Patch) -> None:
+    """Who has finished counts as long as it is in the view, from which it is taken when others may wait for it."""
+    patch.setattr(JobViews, "completed", property(lambda self: set(), lambda self, value: None), raising=False)
 
 
 def silence_is_death(patch: Patch) -> None:
@@ -965,6 +987,9 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "ready-by-one-rank": (ready_by_one_rank, "kills", 400),
     "skips-a-kept-step": (skips_a_kept_step, "growth", 100),
     "finished-once": (finished_once, "quiet", 100),
+    "stores-no-finish": (stores_no_finish, "calm", 5),
+    "forgets-the-finish": (forgets_the_finish, "ending", 40),
+    "forgets-who-is-through": (forgets_who_is_through, "ending", 40),
     "silence-is-death": (silence_is_death, "held", 100),
     "nobody-is-asked": (nobody_is_asked, "cut-off", 100),
     "ends-without-proof": (ends_without_proof, "cut-off", 100),

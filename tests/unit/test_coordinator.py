@@ -10,7 +10,8 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
-from ftcomm.control.coordinator_actions import Log, Persist, Send
+from ftcomm.control.coordinator_actions import Log, Persist, Send, StoreFinishes
+from ftcomm.control.finishes import Finishes
 from ftcomm.control.limits import EPOCHS
 from ftcomm.control.probe_schedule import PAUSE, Probe, ProbeOutcome, Suspicions, Why
 from ftcomm.control.script_end import ScriptEnd
@@ -169,11 +170,42 @@ def test_a_complete_job_has_not_failed_when_only_a_joiner_is_left() -> None:
     assert script.done == [""]
 
 
+def test_a_job_in_which_one_has_finished_has_not_failed_when_the_others_end_one_after_the_other() -> None:
+    """Those that have finished are in no view any more by then: the others may wait for them."""
+    script = Script(3)
+    script.tell(0, m.Finished())
+    script.cut(0)
+    script.do(script.coordinator.tick(now=4.0))
+    assert script.newest[0] == (1, 2)
+    script.install(1, 2)
+    for replica in (1, 2):
+        script.lose(replica, ProbeOutcome.ENDED)
+        script.do(script.coordinator.tick(now=5.0))
+    assert script.done == [""]
+
+
+def test_a_job_from_which_one_has_left_has_failed_when_the_others_end() -> None:
+    """It was asked to, in the middle of the training."""
+    script = Script(2)
+    script.tell(0, m.Leave())
+    script.promise(0, 1)
+    script.install(1)
+    script.tell(0, m.Finished())
+    script.cut(0)
+    script.lose(1, ProbeOutcome.ENDED)
+    script.do(script.coordinator.tick(now=5.0))
+    assert "no replica that holds the state" in script.done[0]
+    assert not script.finishes.completed
+
+
 def test_that_one_has_finished_is_logged_before_it_hears_so() -> None:
     """It may end then, and its launcher would take that for a death."""
     script = Script(2)
-    log, ack, *_ = script.coordinator.receive(1, m.Finished(True), now=1.0)
+    stored, log, ack, *_ = script.coordinator.receive(1, m.Finished(True), now=1.0)
+    assert stored == StoreFinishes(Finishes(1, ((1, "life-1"),), (1,))), "since this coordinator may end, too"
     assert (log, ack) == (Log("finished", {"replica": 1}), Send(1, m.FinishAck()))
+    again = script.coordinator.receive(1, m.Finished(True), now=1.5)
+    assert again == [log, ack], "it is written already"
 
 
 def test_a_launcher_corrects_who_has_said_that_it_has_finished() -> None:
@@ -182,7 +214,8 @@ def test_a_launcher_corrects_who_has_said_that_it_has_finished() -> None:
     script.tell(1, m.Finished(True))
     script.cut(1)
     assert len(script.views) == 1
-    log, *decided = script.coordinator.exited(1, 3, script.now)
+    stored, log, *decided = script.coordinator.exited(1, 3, script.now)
+    assert stored == StoreFinishes(Finishes(1))
     said = {"replica": 1, "reason": "its script exited with code 3", "by": 1, "code": 3}
     assert log == Log("suspect", said)
     script.do(decided)

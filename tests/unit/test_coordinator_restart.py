@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Close, CoordinatorAction, Log, Persist, Unfit
+from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.known_job import EARLY
 from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.control.views import Address, Addresses
@@ -79,6 +81,61 @@ def test_a_new_coordinator_that_nobody_came_to_does_not_know_how_the_job_ended(v
     assert bool(script.unfit) != visited
     assert all("whether they had finished is not known" in reason for reason in script.unfit)
     assert all("no replica that holds the state" in failed for failed in script.done)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["", "by a version that stored no finish"])
+@pytest.mark.parametrize("drained", [False, True], ids=["", "drained"])
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_new_coordinator_that_nobody_came_to_knows_who_had_finished(left: int, drained: bool, known: bool) -> None:
+    """Of three, all but so many. That one has ended meanwhile, and it is not known how."""
+    script = Script(3)
+    if drained:
+        script.do(script.coordinator.drain())
+        script.promise(0, 1, 2)
+    for replica in range(3 - left):
+        script.tell(replica, m.Finished())
+        assert script.sent[replica][-1] == m.FinishAck()
+        script.cut(replica)
+    assert bool(script.done) == (not left)
+    script.done.clear()
+    script.finishes = script.finishes if known else NO_FINISHES
+    script.restart()
+    script.outcomes = {f"life-{replica}": ProbeOutcome.ENDED for replica in range(3)}
+    for second in range(1, 30):
+        script.now = float(second)
+        script.tick()
+    assert script.done == ([""] if known else [])
+    assert bool(script.unfit) != known
+
+
+def test_the_finish_of_an_earlier_life_is_none_of_the_next() -> None:
+    """It was started again: whatever was written before, the new life has all its work to do."""
+    script = Script(2)
+    script.tell(1, m.Finished())
+    stored = script.finishes
+    assert stored == Finishes(1, ((1, "life-1"),), (1,))
+    script.cut(1)
+    script.join_ready(11)
+    assert script.finishes == Finishes(1)
+    script.install(0)
+    script.promise(0)
+    script.install(0, 11)
+    for finishes in (script.finishes, stored):  # the second, if what came after it was not written any more
+        script.finishes = finishes
+        script.restart()
+        assert {life for _, life in script.coordinator.lives} == {"life-0", "life-11"}
+
+
+def test_what_was_stored_after_the_views_is_not_believed_with_an_older_store() -> None:
+    """Somebody has set the views back. Another life of one that has finished may be in those that are missing."""
+    script = Script(2)
+    script.tell(1, m.Finished())
+    script.finishes = msgspec.structs.replace(script.finishes, epoch=script.finishes.epoch + 1)
+    script.restart()
+    assert {life for _, life in script.coordinator.lives} == {"life-0", "life-1"}
+    script.finishes = msgspec.structs.replace(script.finishes, epoch=script.finishes.epoch - 1)
+    script.restart()
+    assert {life for _, life in script.coordinator.lives} == {"life-0"}
 
 
 def test_an_older_life_of_a_replica_that_was_removed_is_told_so() -> None:

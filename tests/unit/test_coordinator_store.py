@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+import errno
+import os
+from collections.abc import Awaitable, Callable
 
 import pytest
 
+from ftcomm.control import coordinator_actions as ca
+from ftcomm.control import finish_writer
 from ftcomm.control import messages as m
 from ftcomm.control import probe as probe_module
+from ftcomm.control.finishes import Finishes
 from ftcomm.control.links import Link
+from ftcomm.control.messages import Event
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.timeouts import Timeouts
@@ -62,39 +68,134 @@ def test_a_coordinator_whose_views_are_older_than_the_job_is_not_heard_any_more(
 
 
 class Slow(ViewStore):
-    """Its disk takes as long as the test does."""
+    """Its disk takes as long as the test does: for views, or for who has finished as well."""
+
+    def __init__(self, finishes: str = "") -> None:
+        super().__init__(None)
+        self.how, self.written, self.given = finishes, list[Finishes](), list[asyncio.Future[None]]()
 
     def append(self, view: View) -> asyncio.Future[None]:
         return asyncio.get_running_loop().create_future()
+
+    def write_finishes(self, finishes: Finishes) -> asyncio.Future[None] | None:
+        self.written.append(finishes)
+        if self.how == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.given.append(asyncio.get_running_loop().create_future())
+        if self.how != "slow":
+            self.given[-1].set_result(None)
+        return self.given[-1]
+
+
+async def finishing(server: CoordinatorServer, replica: int) -> Conversation:
+    """A replica that joins, and has finished."""
+    port = int(server.endpoint.rpartition(":")[2])
+    channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": replica, "shard": 0})
+    talk = await Conversation.over(channel)
+    join = m.Join(replica, f"life-{replica}", Addresses.of((ADDRESS,)), 1, 3, dataclasses.astuple(TIMEOUTS))
+    for message in (join, m.Finished(True)):
+        talk.write(m.encode(message))
+    return talk
+
+
+async def acknowledged(talk: Conversation) -> None:
+    while not isinstance(said := await talk.heard(), m.FinishAck):
+        assert said is not None, "the connection has ended"
+        assert not isinstance(said, m.NewView), "it is not written yet"
+
+
+def served(store: Slow, replicas: int, test: Callable[[CoordinatorServer, list[Event]], Awaitable[None]]) -> None:
+    """All of so many replicas are in the view that is stored."""
+    events: list[Event] = []
+    here = Addresses.of((ADDRESS,))
+    store.views = [View(1, None, tuple(Member(replica, f"life-{replica}", here, True) for replica in range(replicas)))]
+
+    async def run() -> None:
+        server = CoordinatorServer(replicas, 1, CREDENTIALS, store=store, timeouts=TIMEOUTS, on_event=events.append)
+        await server.start()
+        try:
+            await test(server, events)
+        finally:
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event["kind"] for event in events]
 
 
 def test_who_has_finished_is_known_before_it_hears_so_though_a_view_is_being_written() -> None:
     """It may end as soon as it has the acknowledgement, and its launcher would take that for a death."""
 
-    async def run() -> list[str]:
-        kinds: list[str] = []
-        server = CoordinatorServer(
-            *(1, 1, CREDENTIALS),
-            store=Slow(None),
-            timeouts=TIMEOUTS,
-            on_event=lambda event: kinds.append(event["kind"]),
-        )
-        await server.start()
-        try:
-            port = int(server.endpoint.rpartition(":")[2])
-            channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0, "shard": 0})
-            talk = await Conversation.over(channel)
-            talk.write(m.encode(m.Join(0, "life", Addresses.of((ADDRESS,)), 0, -1, dataclasses.astuple(TIMEOUTS))))
-            talk.write(m.encode(m.Finished(True)))
-            while not isinstance(said := await talk.heard(), m.FinishAck):
-                assert not isinstance(said, m.NewView), "it is not written yet"
-            return kinds[:]
-        finally:
-            await server.stop()
+    async def test(server: CoordinatorServer, events: list[Event]) -> None:
+        talks = [await finishing(server, 0)]
+        await acknowledged(talks[0])
+        server._do([ca.Persist(View(2, None, ()))])
+        talks.append(await finishing(server, 1))
+        await acknowledged(talks[1])
+        assert kinds(events).count("finished") == 2
+        assert server._writing is not None
 
-    kinds = asyncio.run(asyncio.wait_for(run(), DEADLINE))
-    assert "finished" in kinds
-    assert "view" not in kinds
+    served(Slow(), 3, test)
+
+
+def test_nobody_hears_that_its_finish_is_known_before_that_is_written() -> None:
+    """It may end then, and this coordinator as well. What comes meanwhile is one more write, however much it is."""
+    store = Slow("slow")
+
+    async def test(server: CoordinatorServer, events: list[Event]) -> None:
+        talks = [await finishing(server, replica) for replica in range(3)]
+        acks = [asyncio.ensure_future(acknowledged(talk)) for talk in talks]
+        await until(lambda: kinds(events).count("finished") == 3)  # a launcher knows at once
+        await asyncio.sleep(0)
+        assert len(store.written[0].lives) == 1
+        assert not any(ack.done() for ack in acks)
+        assert not server._done.is_set()
+        store.given[0].set_result(None)
+        await until(lambda: len(store.given) == 2)
+        assert len(store.written[1].lives) == 3
+        store.given[1].set_result(None)
+        await asyncio.gather(*acks)
+
+    served(store, 3, test)
+
+
+@pytest.mark.parametrize("how", ["slow", "full"])
+def test_a_store_that_does_not_take_it_holds_up_no_end_for_long(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finish_writer, "LONGEST", 0.2)
+    monkeypatch.setattr(finish_writer, "RETRY", 0.01)
+    store = Slow(how)
+
+    async def test(server: CoordinatorServer, events: list[Event]) -> None:
+        talk = await finishing(server, 0)
+        await acknowledged(talk)
+        said = [event["text"] for event in events if event["kind"] == "store"]
+        assert len(said) == (how == "full"), "once"
+        assert all("who has finished cannot be stored" in text and "free space there" in text for text in said)
+        assert (len(store.written) > 1) == (how == "full"), "it is tried again"
+
+    served(store, 2, test)
+
+
+def test_the_end_of_the_job_waits_for_what_is_being_written_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is written after it: what is stored is removed then."""
+    monkeypatch.setattr(finish_writer, "LONGEST", 0.2)
+    monkeypatch.setattr(finish_writer, "RETRY", 0.01)
+    store = Slow("full")
+
+    async def test(server: CoordinatorServer, events: list[Event]) -> None:
+        talk = await finishing(server, 0)
+        await asyncio.wait_for(server.wait_done(), DEADLINE)
+        assert server.ended
+        assert not server.failed
+        times = len(store.written)
+        assert times > 1
+        await asyncio.sleep(0.1)
+        assert len(store.written) == times
+        talk.close()
+
+    served(store, 1, test)
 
 
 class Doubted(ViewStore):

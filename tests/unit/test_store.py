@@ -8,8 +8,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.store import StoreError, ViewStore
 from ftcomm.control.views import Address, Addresses, Member, View
 
@@ -48,6 +50,55 @@ def test_a_view_is_on_the_disk_before_anybody_hears_of_it(tmp_path: Path, monkey
         assert [(x.st_ino, x.st_size) for x in synced[-1:]] == [(there.st_ino, there.st_size)]
     assert len(synced) == 3
     store.close()
+
+
+def test_who_has_finished_comes_back(tmp_path: Path) -> None:
+    """A store of a version that wrote none has none; the end of the job removes it."""
+    path = tmp_path / "views"
+    store = reopened(path)
+    assert store.finishes == NO_FINISHES
+    for finishes in (Finishes(1, ((0, "a"),)), Finishes(2, ((0, "a"), (1, "b")))):
+        store.write_finishes(finishes)
+    store.close()
+    store = reopened(path)
+    assert store.finishes == finishes
+    asyncio.run(store.clear())
+    assert not list(tmp_path.iterdir())
+    store.close()
+
+
+def test_who_has_finished_is_on_the_disk_as_it_was_or_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "views"
+    before, after = Finishes(1, ((0, "a"),)), Finishes(2, ((0, "a"), (1, "b")))
+    store = reopened(path)
+    store.write_finishes(before)
+    sync = os.fsync
+    synced: list[tuple[int, int]] = []
+
+    def fsync(fd: int) -> None:
+        sync(fd)
+        synced.append((os.fstat(fd).st_ino, (tmp_path / "views.finished").stat().st_ino))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    old = (tmp_path / "views.finished").stat().st_ino
+    store.write_finishes(after)
+    new = (tmp_path / "views.finished").stat().st_ino
+    assert synced == [(new, old), (tmp_path.stat().st_ino, new)], "the file before it has its name, then the name"
+    store.close()
+
+
+@pytest.mark.parametrize("text", ["", "hello", '{"epoch":-1,"lives":[]}', '{"epoch":1,"lives":[["a",0]]}'])
+def test_a_file_that_does_not_say_who_has_finished_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "views.finished").write_text(text)
+    with pytest.raises(StoreError, match=r"views\.finished does not say which replicas have finished .*--store"):
+        reopened(tmp_path / "views")
+    (tmp_path / "views.finished").unlink()
+    reopened(tmp_path / "views").close()
+
+
+def test_256_replicas_with_the_longest_names_that_have_finished_fit_into_any_store() -> None:
+    finishes = Finishes(1, tuple((replica, "x" * 256) for replica in range(256)))
+    assert len(msgspec.json.encode(finishes)) < 70_000
 
 
 def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
