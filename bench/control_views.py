@@ -249,7 +249,7 @@ class ViewsJob:
         if view is None or not view.has(replica.number, replica.leader.incarnation):
             return ()
         replica.epoch = view.epoch
-        resumed = {"rank": shard, "epoch": view.epoch, "resume_ms": 1.0, "freeze_ms": 1.0, "progress_ms": 1.0}
+        resumed = {"shard": shard, "epoch": view.epoch, "resume_ms": 1.0, "freeze_ms": 1.0, "progress_ms": 1.0}
         said = (m.Installed(view.epoch), m.Report(RESUMED, resumed))
         return said if shard else (m.Heartbeat(STEP), *said)
 

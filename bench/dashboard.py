@@ -245,7 +245,7 @@ class _Emulation:
         await server.open()
         for replica in range(self._replicas):
             for rank in range(self._ranks):
-                self._say("process_started", replica=replica, rank=rank, pid=1)
+                self._say("process_started", replica=replica, shard=rank, pid=1)
         self._view(range(self._replicas))
         if self._replicas * self._ranks <= RECORDED:
             threading.Thread(target=self._record, daemon=True).start()
@@ -287,12 +287,12 @@ class _Emulation:
         self._say("view", epoch=self._epoch, step=None, members=listed, why="")
 
     def _kill(self, replica: int) -> None:
-        self._say("process_exited", replica=replica, rank=0, pid=1, code=None, signal="SIGKILL", lines=["the end"])
+        self._say("process_exited", replica=replica, shard=0, pid=1, code=None, signal="SIGKILL", lines=["the end"])
         self._say(
             "diagnosis", verdict={"cause": "own code", "culprits": [[replica, 0]], "who": "It is in its own code."}
         )
         self._view([other for other in range(self._replicas) if other != replica])
-        self._say("process_started", replica=replica, rank=0, pid=1)
+        self._say("process_started", replica=replica, shard=0, pid=1)
         self._view(range(self._replicas))
 
     def _record(self) -> None:
@@ -302,7 +302,7 @@ class _Emulation:
         groups = []
         for replica in range(self._replicas):
             for rank in range(self._ranks):
-                path = folder / f"replica-{replica}.rank-{rank}.pid-1{files.SUFFIX}"
+                path = folder / f"replica-{replica}.shard-{rank}.pid-1{files.SUFFIX}"
                 with open(path, "w+b") as file:
                     file.truncate(layout.PROCESS_SHAPE.size)
                     recorder = Recorder(mmap.mmap(file.fileno(), layout.PROCESS_SHAPE.size), layout.PROCESS_SHAPE)

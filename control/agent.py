@@ -37,6 +37,7 @@ from ftcomm.control.own_leader import OwnLeader
 from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
 from ftcomm.control.rank_errors import Gone, JoinError, why_broken, why_ended
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.running_time import RunningTime, RunningTimer
 from ftcomm.control.script_end import ScriptEnd
@@ -76,7 +77,7 @@ class Agent:
         on_start: Callable[[], object] = lambda: None,
     ) -> None:
         """`leader` is where the leader of the replica listens, None if it has one rank, and `leader_socket` is what
-        rank 0 hands to the leader for that. `on_start` is called first in the control thread, which lives for as long
+        shard 0 hands to the leader for that. `on_start` is called first in the control thread, which lives for as long
         as this rank takes part."""
         self.data_plane = data_plane
         self.replica, self.shard = replica, shard
@@ -160,7 +161,7 @@ class Agent:
     # -- the user's threads --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the control thread, and the leader if this is rank 0 of several. Raises `JoinError`."""
+        """Start the control thread, and the leader if this is shard 0 of several. Raises `JoinError`."""
         if self._leader_socket is not None:
             self._start_leader(self._leader_socket)
         self._thread.start()
@@ -223,7 +224,7 @@ class Agent:
                 raise JoinError(f"{news.text} (waited {timeout:g} s)")
             if now - told > 10:
                 told = now
-                log.info("replica %d rank %d: %s", self.replica, self.shard, news.text)
+                log.info("%s: %s", rank_name(self.replica, self.shard), news.text)
 
     @property
     def loop_of_job(self) -> int:
@@ -316,9 +317,9 @@ class Agent:
             if not told and now - since > ACK:
                 told = True
                 log.warning(
-                    "replica %d rank %d: has finished, and waits for a coordinator to hear that, for %.0f s at most: "
+                    "%s: has finished, and waits for a coordinator to hear that, for %.0f s at most: "
                     "if none does, nobody knows it but by the output of this process",
-                    *(self.replica, self.shard, timeout),
+                    *(rank_name(self.replica, self.shard), timeout),
                 )
 
     def give_up(self, reason: str, script: ScriptEnd | None = None) -> None:
@@ -349,7 +350,7 @@ class Agent:
         """Returns where any rank of `view` is reached. Blocks for up to `timeout` seconds. Raises `OSError`."""
         member = view.member(replica)
         if member is None or (self._directory is None and not member.ranks.has(shard)):
-            raise ConnectionError(f"the view of epoch {view.epoch} has no rank {shard} of replica {replica}")
+            raise ConnectionError(f"the view of epoch {view.epoch} has no {rank_name(replica, shard)}")
         if self._directory is None or member.ranks.has(shard):
             return member.ranks[shard]
         return self._directory.address(view, member, shard, timeout)
@@ -392,7 +393,7 @@ class Agent:
 
     def _ended(self, error: BaseException) -> None:
         """Fail all that waits for this thread, which ends by itself."""
-        reason = f"replica {self.replica} rank {self.shard}: {why_ended(error)}"
+        reason = f"{rank_name(self.replica, self.shard)}: {why_ended(error)}"
         log.error("%s", reason, exc_info=error)
         try:
             self._do(self._node.failed, reason)
@@ -400,7 +401,7 @@ class Agent:
             self._end(reason, m.Ending.FAILED)
 
     def _from_up(self, message: m.AnyMessage) -> None:
-        if isinstance(message, m.Welcome) and self.shard:  # the leader is beside rank 0
+        if isinstance(message, m.Welcome) and self.shard:  # the leader is beside shard 0
             self._witness.call(message.processes)
         self._do(self._node.from_up, message)
 
@@ -517,8 +518,8 @@ class Agent:
             now = time.monotonic()
             if not self._node.is_short(now):
                 log.warning(
-                    "replica %d rank %d: this process is short of something, and tries again for %g s at most: %s",
-                    *(self.replica, self.shard, self._timeouts.op, lacks),
+                    "%s: this process is short of something, and tries again for %g s at most: %s",
+                    *(rank_name(self.replica, self.shard), self._timeouts.op, lacks),
                 )
             self._do(self._node.short, f"it was short of something for {self._timeouts.op:g} s: {lacks}", now)
         return bool(lacks)
@@ -610,10 +611,10 @@ class Agent:
         link, refused = self._up.link, self._up.refused
         address = self._coordinator if link is None or self._leading is None else link.address
         log.warning(
-            "replica %d rank %d: waits for replicas %s, and for the coordinator at %s:%d, which has not been heard for "
+            "%s: waits for replicas %s, and for the coordinator at %s:%d, which has not been heard for "
             "%.0f s: only it can decide that one of them is lost. Start it again, or let it go on if it is stopped "
             "(`fg`, or `kill -CONT PID`; under `ftcomm run` it is in the launcher). This rank waits for %.0f s more%s",
-            *(self.replica, self.shard, ", ".join(map(str, missing)), *address),
+            *(rank_name(self.replica, self.shard), ", ".join(map(str, missing)), *address),
             *(unheard, self._timeouts.absence - unheard + self._timeouts.give_up),
             f". Who is there refuses it: {refused}" if isinstance(refused, handshake.HandshakeError) else "",
         )

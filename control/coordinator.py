@@ -193,7 +193,7 @@ class Coordinator:
         return [*stored, *self._suspects.accuse(accusation, now)]
 
     def leaderless(self, replica: int, incarnation: str, reason: str, now: float) -> list[CoordinatorAction]:
-        """Note that the leader of a replica has ended, as its rank 0 says, which ends with it."""
+        """Note that the leader of a replica has ended, as its shard 0 says, which ends with it."""
         if self.known.done or self.known.unfit:
             return []
         self.known.ran.at(now)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import ask, serve_messages
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
 from ftcomm.control.wait_for import wait_for
@@ -43,12 +44,12 @@ class Directory:
         if known is None:
             known = self._ask(member, first, timeout)
             if not known.has(shard):  # the leader may be in a later view, and in one with that life again
-                raise ConnectionError(f"the leader knows no rank {shard} of replica {member.replica}")
+                raise ConnectionError(f"the leader knows no {rank_name(member.replica, shard)}")
             with self._lock:
                 self._known = {at: ranks for at, ranks in self._known.items() if view.has(at[0], at[1])}
                 self._known[wanted] = known
         if not known.has(shard):
-            raise ConnectionError(f"replica {member.replica} has no rank {shard}")
+            raise ConnectionError(f"there is no {rank_name(member.replica, shard)}")
         return known[shard]
 
     def _ask(self, member: Member, first: int, timeout: float) -> Addresses:

@@ -15,6 +15,7 @@ from ftcomm.control.failed_dials import start
 from ftcomm.control.links import hand_over, serve_messages
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.member import Phase
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.rank_node import RankNode
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
@@ -65,8 +66,13 @@ class IncomingConnections:
             if not told:
                 told = True
                 log.warning(
-                    "replica %d rank %d: a connection for %r waits to be served, for %g s at most: %s",
-                    *(self._node.machine.replica, self._node.shard, opening.purpose, self._timeouts.op, lacks),
+                    "%s: a connection for %r waits to be served, for %g s at most: %s",
+                    *(
+                        rank_name(self._node.machine.replica, self._node.shard),
+                        opening.purpose,
+                        self._timeouts.op,
+                        lacks,
+                    ),
                 )
             await asyncio.sleep(self._timeouts.beat)
             failed = self._node.machine.phase is Phase.FAILED

@@ -44,7 +44,7 @@ def other_job(join: m.Join, replicas: int, ranks: int, timeouts: Timeouts) -> st
             "same FTCOMM_RANKS_PER_REPLICA"
         )
     if join.ranks.first != 0:
-        return f"the addresses of replica {join.replica} begin with rank {join.ranks.first}, and its ranks with 0"
+        return f"the addresses of replica {join.replica} begin with shard {join.ranks.first}, and its shards with 0"
     if join.timeouts != dataclasses.astuple(timeouts):
         said = "heartbeat {:g} s, op {:g} to {:g} s"
         return (

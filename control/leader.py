@@ -180,13 +180,13 @@ class Leader:
 
     @property
     def asks_all(self) -> bool:
-        """Whether all ranks get a sign of life with the next `tick`; otherwise rank 0 alone does."""
+        """Whether all ranks get a sign of life with the next `tick`; otherwise shard 0 alone does."""
         return self._beat == 0
 
     def _mute(self, now: float) -> str:
         """Describe a rank that lives and does not speak: the coordinator hears of it from this leader alone."""
         mute = (
-            f"its rank {shard}: {described(seconds, self._state(self.addresses[shard]))}"
+            f"its shard {shard}: {described(seconds, self._state(self.addresses[shard]))}"
             for shard, seconds in self.detector.mute(now).items()
             if shard in self.addresses
         )
@@ -200,7 +200,7 @@ class Leader:
         silences = {shard: f"has been silent for {seconds:.1f} s" for shard, seconds in silent.items()}
         for shard, why in {**self._deaf, **silences}.items():
             if shard not in self._told["Finished"]:
-                return f"its rank {shard} {why}"
+                return f"its shard {shard} {why}"
         return ""
 
     def from_coordinator(self, message: m.Message) -> list[LeaderAction]:
@@ -365,7 +365,7 @@ class Leader:
         ended, if it is known."""
         if self.finished or shard in self._told["Finished"]:
             return []
-        text = f"its rank {shard} is lost: {reason}"
+        text = f"its shard {shard} is lost: {reason}"
         return [
             ToCoordinator(m.Suspect(self.replica, self.incarnation, text, True, script=script)),
             *self._to_ranks(m.Removed(f"replica {self.replica} cannot go on: {text}")),
@@ -376,7 +376,7 @@ class Leader:
         between may refuse as well: the coordinator sees more of the network and decides."""
         if self.finished or shard in self._told["Finished"]:
             return []
-        text = f"its rank {shard} is lost: {reason}"
+        text = f"its shard {shard} is lost: {reason}"
         return [ToCoordinator(m.Suspect(self.replica, self.incarnation, text, False, shard))]
 
     def _promised(self, shard: int, promise: m.Promise) -> list[LeaderAction]:

@@ -1,5 +1,5 @@
 """All that the leader of a replica does in the control plane. It is pure. It holds the `Leader`, and knows what must be
-told when, and what again. It runs in a process of its own (`ftcomm.control.leader_process`); in that of rank 0, if the
+told when, and what again. It runs in a process of its own (`ftcomm.control.leader_process`); in that of shard 0, if the
 replica has no other rank (`ftcomm.control.rank_with_leader`).
 
     coordinator   the connection to it
@@ -45,7 +45,7 @@ class LeaderNode:
         self._ran = RunningTime()
         self._heard = False  # the coordinator has spoken since the last tick
         self._heard_at = 0.0  # in `_ran`, when it last did
-        self._waits = m.BoundaryWaits()  # as rank 0 was told
+        self._waits = m.BoundaryWaits()  # as shard 0 was told
         self._told_finished = False
         self._news: m.Queued | None = None  # of a connection to the coordinator that is down
 

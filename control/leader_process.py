@@ -2,15 +2,16 @@
 
     python -m ftcomm.control.leader_process     with the charge, and the socket to which the ranks come
 
-So no interpreter of a training carries the control of the other ranks: while that of rank 0 is held (a compilation,
+So no interpreter of a training carries the control of the other ranks: while that of shard 0 is held (a compilation,
 a long C call, a debugger), they hear of views. The two end with each other, and the replica with them:
 
-    rank 0 ends              its pidfd tells the leader, which tells the coordinator and the other ranks, and ends
-    the leader ends          its connection tells rank 0, which tells the coordinator, and ends; its witness
-                             (`ftcomm.control.leader_witness`) tells the coordinator, too, as rank 0 may be held
+    shard 0 ends              its pidfd tells the leader, which tells the coordinator and the other ranks, and ends
+    the leader ends          its connection tells shard 0, which tells the coordinator, and ends; its witness
+                             (`ftcomm.control.leader_witness`) tells the coordinator, too, as shard 0 may be held
     the leader is stopped    its kernel answers, so it is waited for, like a rank that is, and removed as a stall
 
-It goes by the end of rank 0 alone: signals to stop are for the ranks, which leave at a boundary and need it until then.
+It goes by the end of shard 0 alone: signals to stop are for the ranks, which leave at a boundary and need it until
+then.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 class LeaderCharge(msgspec.Struct, frozen=True):
     """All that a leader has to know."""
 
-    rank: NamedRank  # rank 0
+    rank: NamedRank  # shard 0
     pid: int  # its process
     started: float  # when that has started, in s since this host has
     ranks: int
@@ -66,7 +67,7 @@ class LeaderCharge(msgspec.Struct, frozen=True):
     tls: Files | None
     timeouts: Timeouts
     host: str  # the address of this host
-    processes: str  # `Address.processes` of rank 0
+    processes: str  # `Address.processes` of shard 0
     level: int  # of the log
     life: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))  # the incarnation of the replica
 
@@ -80,7 +81,7 @@ _CHARGE = msgspec.json.Decoder(LeaderCharge)
 
 
 class LeaderProcess:
-    """Drives a leader in the event loop in which it is made, until rank 0 has ended."""
+    """Drives a leader in the event loop in which it is made, until shard 0 has ended."""
 
     def __init__(
         self, charge: LeaderCharge, ranks: socket.socket, moved: Callable[[tuple[str, int]], None] = lambda there: None
@@ -101,7 +102,7 @@ class LeaderProcess:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, begun: Callable[[], None], ended: asyncio.Future[bool]) -> None:
-        """Lead until rank 0 has `ended`, as it should (True) or not. `begun` is called when the leader listens. Raises
+        """Lead until shard 0 has `ended`, as it should (True) or not. `begun` is called when the leader listens. Raises
         the error of a part of it, if there is one: no rank may take a leader for one that lives."""
         listener = Listener(self._socket, self._credentials, self._serve)
         self.driver.open()
@@ -153,7 +154,7 @@ class LeaderProcess:
             channel.close()
 
     async def _end(self, well: bool) -> None:
-        """Take what rank 0 has said last, say that it has ended, and let the others have that."""
+        """Take what shard 0 has said last, say that it has ended, and let the others have that."""
         await _within(_LAST, self.driver.closed(0))
         for task in self._tasks:
             task.cancel()
@@ -201,7 +202,7 @@ def main() -> None:
     except BaseException as error:
         log.error("the leader of replica %d cannot go on: %r", charge.rank.replica, error, exc_info=error)
         code = 1
-    os._exit(code)  # the thread that waits for the end of rank 0 may still do
+    os._exit(code)  # the thread that waits for the end of shard 0 may still do
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Tells the coordinator that the leader of a replica has ended. Its rank 0 does, and its witness: the other ranks speak
-through it."""
+"""Tells the coordinator that the leader of a replica has ended. Its shard 0 does, and its witness: the other ranks
+speak through it."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def described(seconds: float, state: str = "") -> str:
 def leader_described(seconds: float) -> str:
     """Describes the leader of a replica of several ranks, which is a process of its own, as `described` does a rank."""
     return (
-        f"its leader, a process beside its rank 0, lives but has not spoken for {seconds:.0f} s: it is stopped, or its "
-        "machine is overloaded; continue it, or raise FTCOMM_OP_TIMEOUT"
+        f"its leader, a process beside its shard 0, lives but has not spoken for {seconds:.0f} s: it is stopped, or "
+        "its machine is overloaded; continue it, or raise FTCOMM_OP_TIMEOUT"
     )
 
 

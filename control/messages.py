@@ -6,7 +6,7 @@ own):
     Coordinator  <->  Leader      Join, Heartbeat, Promise, Installed, ... / NewView, Prepare, Removed, ...
     Leader       <->  Member      the same, for each rank of its replica; in process if it has one rank
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary; it goes through
-                                  the links of rank 0 of each replica
+                                  the links of shard 0 of each replica
     Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive,
                                 RemovedIn
 """
@@ -349,11 +349,11 @@ class Boundary(Message, frozen=True):
     view: View | None
 
 
-# -- leader <-> rank 0 of its replica, which has the links to the others ----------------------------------------------
+# -- leader <-> shard 0 of its replica, which has the links to the others ----------------------------------------------
 
 
 class ForLeader(Message, frozen=True):
-    """Asks rank 0 to hand `boundary` to the leader of `replica`. One that comes for its own leader it hands up as it
+    """Asks shard 0 to hand `boundary` to the leader of `replica`. One that comes for its own leader it hands up as it
     is."""
 
     replica: t.ReplicaNumber

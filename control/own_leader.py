@@ -1,4 +1,4 @@
-"""The leader of a replica that has several ranks, as rank 0 sees it, which has started it: a process beside it."""
+"""The leader of a replica that has several ranks, as shard 0 sees it, which has started it: a process beside it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OwnLeader:
         here: Address,
         listening: socket.socket,
     ) -> None:
-        """Starts it for a rank 0 that is reached at `here`. It gets `listening`, to which the ranks come, and nobody
+        """Starts it for a shard 0 that is reached at `here`. It gets `listening`, to which the ranks come, and nobody
         listens there once it has ended. Raises `OSError`."""
         tls = None if credentials.tls is None else credentials.tls.files
         level = logging.getLogger("ftcomm").getEffectiveLevel()

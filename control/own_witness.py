@@ -9,6 +9,7 @@ from typing import Any
 
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.liveness import processes
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.witness import Charge, Witness
 
 log = logging.getLogger("ftcomm.control")
@@ -58,7 +59,7 @@ class OwnWitness:
             self._unwitnessed(why)
 
     def _unwitnessed(self, why: str) -> None:
-        who = f"replica {self._replica} rank {self._shard}"
+        who = rank_name(self._replica, self._shard)
         log.warning("%s has no witness of its end, so its leader may hear of that late: %s", who, why)
 
     def dismiss(self) -> None:

@@ -12,6 +12,7 @@ from ftcomm.control.failed_dials import shortage
 from ftcomm.control.fork import keep_from_children
 from ftcomm.control.handshake import Credentials, Elsewhere
 from ftcomm.control.links import Ended, Link
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.views import Member, View
 
 log = logging.getLogger("ftcomm.control")
@@ -138,8 +139,8 @@ class Peers:
                 elif not self._told:  # the links tell of an end, too, so nothing is lost by waiting
                     self._told = True
                     log.warning(
-                        "replica %d rank %d: process %d of replica %d is not watched yet, which is tried again: %s",
-                        *(self._replica, self._shard, pid, replica, lacks),
+                        "%s: process %d of replica %d is not watched yet, which is tried again: %s",
+                        *(rank_name(self._replica, self._shard), pid, replica, lacks),
                     )
                 continue
             self._told = False

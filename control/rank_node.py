@@ -2,7 +2,7 @@
 when. `ftcomm.control.agent` drives it with real sockets and time, `ftcomm.simulation` with simulated ones.
 
     up      the connection to the leader of the replica (`ftcomm.control.leader_node`)
-    peers   links to this rank of the other replicas of the view. Those of rank 0 carry what leaders say to each other
+    peers   links to this rank of the other replicas of the view. Those of shard 0 carry what leaders say to each other
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class RankNode:
         self._up_refused = False  # its port refuses
         self._leaderless = False  # neither the leader nor its kernel is heard; it may live
         self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
-        self._boundary_waits = m.BoundaryWaits()  # for whom the leader waits, as it tells rank 0
+        self._boundary_waits = m.BoundaryWaits()  # for whom the leader waits, as it tells shard 0
         self._all_finished = False  # and that all ranks have finished
-        self._from_leaders: dict[int, list[m.Boundary]] = {}  # in rank 0: what they have said, by replica
+        self._from_leaders: dict[int, list[m.Boundary]] = {}  # in shard 0: what they have said, by replica
         self._dials = FailedDials(timeouts.op)
         self._short = False  # this process lacks what it needs to reach members
         self._unreachable: set[int] = set()  # replicas whose memory this rank fails to reach
@@ -141,7 +141,7 @@ class RankNode:
         return [Up(message) for message in (*again, *self.machine.asked(), *self._between_leaders())]
 
     def _between_leaders(self) -> list[m.Message]:
-        """Returns what rank 0 repeats to its leader: what the other leaders have said, and that there are links to
+        """Returns what shard 0 repeats to its leader: what the other leaders have said, and that there are links to
         them, as what its own one has said may have been lost, too."""
         if self.shard != 0 or self.machine.view is None:
             return []
@@ -491,7 +491,7 @@ class RankNode:
 
     def not_come(self) -> list[tuple[int, int]]:
         """Returns the ranks, as (replica, rank in it), that have to move for this one to pass the boundary where it
-        stands. Only rank 0 knows of others than itself: its leader tells it."""
+        stands. Only shard 0 knows of others than itself: its leader tells it."""
         me, (what, missing) = self.machine.replica, self.waiting()
         if what == CHANGE:
             return [(replica, self.shard) for replica in missing]

@@ -103,7 +103,7 @@ class Resumptions:
         epoch = report.fields.get("epoch")
         if epoch != self._epoch:
             self._epoch, self._said = epoch, {}
-        self._said[report.fields.get("rank")] = report
+        self._said[report.fields.get("shard")] = report
         if len(self._said) < self._ranks:
             return None
         said, self._said = self._said, {}

@@ -63,9 +63,9 @@ class Timeouts:
         return 0.5 * self.heartbeat
 
     def beats(self, ranks: int) -> int:
-        """The beats between two signs of life of a leader and each of the `ranks` of its replica, of which rank 0 gives
-        and gets them every beat. They watch each other for as many times `unheard`. So a host of such a replica is lost
-        within (0.6 * beats + 0.55) * heartbeat, and never later than a stall."""
+        """The beats between two signs of life of a leader and each of the `ranks` of its replica, of which shard 0
+        gives and gets them every beat. They watch each other for as many times `unheard`. So a host of such a replica
+        is lost within (0.6 * beats + 0.55) * heartbeat, and never later than a stall."""
         return min(-(-ranks // PER_BEAT), MOST_BEATS, int(self.op_floor / self.heartbeat))
 
     @property

@@ -30,7 +30,7 @@ ASKERS = 8  # ranks of one replica, besides its leader, that ask in a heartbeat 
 
 
 class NamedRank(msgspec.Struct, frozen=True):
-    """A rank as its settings name it. `leader` is where it finds rank 0 of its replica; "" if it is alone, or does not
+    """A rank as its settings name it. `leader` is where it finds shard 0 of its replica; "" if it is alone, or does not
     know."""
 
     replica: ReplicaNumber

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.links import Link
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.unstarted import NamedRank
 
 log = logging.getLogger("ftcomm.control")
@@ -87,10 +88,10 @@ class UpwardLink:
         if not told:  # otherwise it was ended with a reason
             self.news = News(news)
         if self._trains():
-            log.debug("replica %d rank %d: %s", self._me.replica, self._me.shard, news)
+            log.debug("%s: %s", rank_name(self._me.replica, self._me.shard), news)
         elif isinstance(error, handshake.HandshakeError) and str(error) != self._warned:
             self._warned = str(error)
-            log.warning("replica %d rank %d: %s", self._me.replica, self._me.shard, news)
+            log.warning("%s: %s", rank_name(self._me.replica, self._me.shard), news)
         refused = isinstance(error, ConnectionRefusedError)
         self._on_lost(f"the {self._what} is lost: {error}", refused, there[0] == self._host)
 

@@ -102,7 +102,7 @@ class ViewEntry:
         if joins:
             self._on_joined(view)
         else:
-            report = m.Report(RESUMED, {"rank": self._shard, "epoch": view.epoch, **times, **counts})
+            report = m.Report(RESUMED, {"shard": self._shard, "epoch": view.epoch, **times, **counts})
             self._do(self._node.tell, report)
 
     def _in_thread(

@@ -112,13 +112,13 @@ class Addresses(msgspec.Struct, frozen=True, array_like=True):
         return any(address == known for known in self)
 
     def has(self, shard: int) -> bool:
-        """Whether the address of rank `shard` is here."""
+        """Whether the address of `shard` is here."""
         return 0 <= shard - self.first < len(self)
 
     def __getitem__(self, shard: int) -> Address:
         """Raises `IndexError` if the address of that rank is not here."""
         if not self.has(shard):
-            raise IndexError(f"the address of rank {shard}, in a table of {len(self)} from rank {self.first} on")
+            raise IndexError(f"the address of shard {shard}, in a table of {len(self)} from shard {self.first} on")
         at = shard - self.first
         return self._at(at, self.sites[bisect.bisect_right(self.sites, at, key=_end)])
 

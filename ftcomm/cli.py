@@ -177,7 +177,7 @@ def commands() -> None:
     *spellings("--log-dir"),
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Also write what the ranks write, as it is, to DIR/replica-R.rank-K.incarnation-I.log (a file a start).",
+    help="Also write what the ranks write, as it is, to DIR/replica-R.shard-S.incarnation-I.log (a file a start).",
 )
 @click.option(
     "--events",

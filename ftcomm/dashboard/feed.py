@@ -49,20 +49,20 @@ class Feed:
             self._look()
         return self._overview
 
-    def detail(self, replica: int, rank: int, ranks: int = 1) -> RankDetail:
+    def detail(self, replica: int, shard: int, ranks: int = 1) -> RankDetail:
         """Returns what a rank does, of so many ranks the one that waits longest. Blocks for milliseconds."""
         with self._looking:
-            rank = self._waits.longest(replica, rank, ranks)
-        lines = self._waits.detail(replica, rank)
-        return RankDetail(rank, lines, lines != [NO_RECORDING])
+            shard = self._waits.longest(replica, shard, ranks)
+        lines = self._waits.detail(replica, shard)
+        return RankDetail(shard, lines, lines != [NO_RECORDING])
 
-    def stack(self, replica: int, rank: int) -> list[str]:
+    def stack(self, replica: int, shard: int) -> list[str]:
         """Returns where the threads of a rank stand, in lines. Blocks for seconds if the rank is slow to answer, and
         refuses at once, in a line, if `STACKS` others are being asked."""
         if not self._asking.acquire(blocking=False):
             return [f"{STACKS} ranks are being asked for their stacks already; try again in a moment"]
         try:
-            return self._waits.stack(replica, rank)
+            return self._waits.stack(replica, shard)
         finally:
             self._asking.release()
 

@@ -23,7 +23,7 @@ NO_RECORDING = "This host has no recording of this rank: look on its own host, w
 class RankDetail(msgspec.Struct, frozen=True):
     """Says what a rank does, in lines. One that is not `recorded` on this host cannot be asked for its stacks."""
 
-    rank: int
+    shard: int
     lines: list[str]
     recorded: bool = True
 
@@ -43,12 +43,12 @@ class RankWaits:
 
     def longest(self, replica: int, first: int, ranks: int) -> int:
         """Returns which of so many ranks had waited longest at the last look; the first if none waits."""
-        waiting = [rank for of, rank in self._last if of == replica and first <= rank < first + ranks]
-        return max(waiting, key=lambda rank: (self._last[replica, rank], -rank), default=first)
+        waiting = [shard for of, shard in self._last if of == replica and first <= shard < first + ranks]
+        return max(waiting, key=lambda shard: (self._last[replica, shard], -shard), default=first)
 
-    def detail(self, replica: int, rank: int) -> list[str]:
+    def detail(self, replica: int, shard: int) -> list[str]:
         """Returns what a rank does and waits for, in lines. Reads a whole recording, for milliseconds."""
-        path = paths(self._folder).get((replica, rank))
+        path = paths(self._folder).get((replica, shard))
         if path is None:
             return [NO_RECORDING]
         try:
@@ -56,10 +56,10 @@ class RankWaits:
         except RecordingError as error:
             return [str(error)]
 
-    def stack(self, replica: int, rank: int) -> list[str]:
+    def stack(self, replica: int, shard: int) -> list[str]:
         """Returns the stacks of all threads of a rank, in lines. Blocks for seconds if it holds its interpreter. The
         rank is asked as by `ftcomm why`, and goes on. Any thread."""
-        path = paths(self._folder).get((replica, rank))
+        path = paths(self._folder).get((replica, shard))
         if path is None:
             return [NO_RECORDING]
         try:

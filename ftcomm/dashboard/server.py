@@ -4,9 +4,9 @@
     /events           server-sent events: a JSON object a second with the fields of `Overview` and `Stragglers` that
                       have changed
     /overview         the `Overview` once, whole
-    /rank             ?replica=R&rank=K&ranks=N: what a rank does, in lines, if its recording lies on this host; of N
+    /rank             ?replica=R&shard=S&ranks=N: what a rank does, in lines, if its recording lies on this host; of N
                       ranks from K on the one that waits longest
-    /stack            ?replica=R&rank=K: where its threads stand, likewise
+    /stack            ?replica=R&shard=S: where its threads stand, likewise
     /metrics          for Prometheus
 
 It only reads. Each request is judged by `ftcomm.dashboard.access` before anything else.
@@ -150,11 +150,11 @@ class DashboardHandler(BaseHTTPRequestHandler):
         return found()
 
     def _rank(self) -> Body:
-        asked = self._numbers(replica="", rank="", ranks="1")
+        asked = self._numbers(replica="", shard="", ranks="1")
         return _asked_wrongly("rank") if asked is None else _json(self.server.feed.detail(*asked))
 
     def _stack(self) -> Body:
-        asked = self._numbers(replica="", rank="")
+        asked = self._numbers(replica="", shard="")
         return _asked_wrongly("stack") if asked is None else _json(self.server.feed.stack(*asked))
 
     def _numbers(self, **names: str) -> list[int] | None:
@@ -229,7 +229,7 @@ def _json(found: Any) -> Body:
 
 
 def _asked_wrongly(page: str) -> Body:
-    return Body("text/plain", f"expected /{page}?replica=0&rank=0\n".encode(), HTTPStatus.BAD_REQUEST)
+    return Body("text/plain", f"expected /{page}?replica=0&shard=0\n".encode(), HTTPStatus.BAD_REQUEST)
 
 
 def _file(name: str) -> Body:

@@ -53,7 +53,7 @@ FEW = 64  # of them at the first look, for which ops and waits that are not over
 ASKED = 32  # ranks whose stacks are taken
 TOGETHER = 8  # at once
 
-_NAME = re.compile(r"replica-(\d+)\.rank-(\d+)\.pid-(\d+)" + re.escape(SUFFIX))
+_NAME = re.compile(r"replica-(\d+)\.shard-(\d+)\.pid-(\d+)" + re.escape(SUFFIX))
 
 
 class ReplicaPlace(msgspec.Struct, frozen=True):
@@ -237,7 +237,7 @@ def newest_lives(place: JobPlace) -> dict[Rank, Recording]:
 
 
 def _prefix(place: JobPlace, rank: Rank, pid: int) -> Path:
-    return place.folder / f"replica-{rank[0]}.rank-{rank[1]}.pid-{pid}"
+    return place.folder / f"replica-{rank[0]}.shard-{rank[1]}.pid-{pid}"
 
 
 def _life(lives: Sequence[Recording], pid: int | None) -> Recording | None:

@@ -247,7 +247,7 @@ def of_job(lives: Mapping[Rank, Recording], racks: Mapping[Rank, str]) -> tuple[
                 columns.setdefault((rank[1], group.name), {})[rank] = times
     where = {rank: (life.host, racks.get(rank, "")) for rank, life in lives.items()}
     return tuple(
-        slowdowns(name if column == 0 else f"{name}, rank {column}", times, where)
+        slowdowns(name if column == 0 else f"{name}, shard {column}", times, where)
         for (column, name), times in sorted(columns.items())
         if len(times) > 1
     )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from ftcomm.control.rank_name import rank_name
 from ftcomm.diagnosis.facts import Rank
 
 NAMED = 8  # ranks that are named
 
 
 def ranks_named(ranks: Sequence[Rank]) -> str:
-    """Returns `replica 2`, `replica 2 rank 1`, or several of them. The rank is left out where all are 0."""
+    """Returns `replica 2`, `replica 2 shard 1`, or several of them. The shard is left out where all are 0."""
     alone = all(shard == 0 for _, shard in ranks)
-    named = [f"replica {replica}" if alone else f"replica {replica} rank {shard}" for replica, shard in ranks[:NAMED]]
+    named = [f"replica {replica}" if alone else rank_name(replica, shard) for replica, shard in ranks[:NAMED]]
     if len(ranks) > NAMED:
         named.append(f"{len(ranks) - NAMED} more")
     if len(named) < 2:

@@ -49,7 +49,7 @@ def compare(state: Any, group: Comparing) -> str:
         where = "they have different numbers of entries: " + ", ".join(f"{c} on replica {r}" for r, c in counts.items())
     else:
         where = differing(entries, exchange(group, list(entries.values())))
-    who = f"the state of {named(wrong)}, rank {group.shard}, "
+    who = f"the state of {named(wrong)}, shard {group.shard}, "
     who += f"differs from that of {named(right)}" if right else "differs, and none has a majority"
     raise DivergenceError(f"{who}: {where}. Restart those that are wrong, or all from a checkpoint.")
 

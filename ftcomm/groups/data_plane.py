@@ -10,6 +10,7 @@ from ftcomm.collective.placement import order
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
 from ftcomm.control.data_plane import Unreachable, WaitsFor
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
 from ftcomm.errors import FtcommError, RemovedError, TooLateError, TransportError
@@ -95,7 +96,7 @@ class LocalDataPlane:
                 else:
                     self._connect(epoch, replica, there, replica in lazy)
             except OtherEngine as error:  # a person has to mend it; the view changes only say who was removed
-                log.error("replica %d rank %d: %s", me, self._rank, error)
+                log.error("%s: %s", rank_name(me, self._rank), error)
                 raise Unreachable(replica, str(error)) from error
             except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
                 raise Unreachable(replica, str(error)) from error
@@ -110,7 +111,7 @@ class LocalDataPlane:
         peer = self._communicator.reach(epoch, replica, there, lambda fields: self._dial(there, fields), lazy=lazy)
         if peer is not None:
             how = f"{peer.transport}, when it is needed" if lazy else peer.transport
-            log.info("replica %d rank %d: reaches replica %d by %s", self._communicator.me, self._rank, replica, how)
+            log.info("%s: reaches replica %d by %s", rank_name(self._communicator.me, self._rank), replica, how)
 
     def _lazy(self, view: View) -> frozenset[int]:
         """Returns whom this member dials when an op needs it, and not before: in a ring all but the neighbours, if all
@@ -128,16 +129,15 @@ class LocalDataPlane:
         plan = self._communicator.plan(view, self._rank, ring=self._communicator.terms.algorithm == "ring")
         if not (plan.one_host or plan.alike):
             log.info(
-                "replica %d rank %d: hosts differ in processor or libraries, so each element is summed on one of them, "
+                "%s: hosts differ in processor or libraries, so each element is summed on one of them, "
                 "which costs small ops a second hop",
-                plan.me,
-                self._rank,
+                rank_name(plan.me, self._rank),
             )
         self._communicator.router.job_entered(view)
         return self._communicator.enter(plan, progress)._asdict()
 
     def fail(self, reason: str, ending: m.Ending) -> None:
-        error = removed_error(f"replica {self._communicator.me} rank {self._rank}", reason, ending)
+        error = removed_error(rank_name(self._communicator.me, self._rank), reason, ending)
         self._communicator.fail(error)
         self._on_failed(error)
 

@@ -23,6 +23,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.agent import ACK, Agent
 from ftcomm.control.links import listen
 from ftcomm.control.rank_errors import Gone, JoinError
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
@@ -89,7 +90,7 @@ class Group(Calls):
         self._recorder = files.begin(_owner(settings), settings.coordinator)
         self._stacks = stacks.serve(files.own_path())
         led = settings.ranks_per_replica - 1 if settings.shard == 0 else 0  # ranks that connect to this one
-        room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}", led)
+        room_for(settings.replicas - 1, rank_name(settings.replica, settings.shard), led)
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
         self.name = ALL
@@ -105,7 +106,7 @@ class Group(Calls):
         self._p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, engine.slots)
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
-        died = "its process died" if leader is None else f"the process of its rank {settings.shard} died"
+        died = "its process died" if leader is None else f"the process of its shard {settings.shard} died"
         self._communicator = communicator = Communicator(
             ALL,
             self.replica,
@@ -158,7 +159,7 @@ class Group(Calls):
             stood=self._stood,
         )
         self._open = True
-        fork.take_part(self, f"replica {self.replica} rank {self.shard}")
+        fork.take_part(self, rank_name(self.replica, self.shard))
         self._stalls = StallLog()
         self._step = 0
         self._loop = -1  # the thread that passes boundaries, -1 before the first one
@@ -178,22 +179,20 @@ class Group(Calls):
         else:
             self.roster, self.contributors = self.view.replicas, tuple(sorted(self.view.contributing))
             self.internals.catching_up = True
-            log.info("replica %d rank %d: joins a running job when its script is ready", self.replica, self.shard)
+            log.info("%s: joins a running job when its script is ready", rank_name(self.replica, self.shard))
         self.internals.outside = self.internals.catching_up
 
     def _say_where(self) -> None:
         how = "contributing" if self.contributes else "catching up"
         who = ", ".join(map(str, self.members))
-        log.info(
-            "replica %d rank %d: in epoch %d with replicas %s (%s)", self.replica, self.shard, self.epoch, who, how
-        )
+        log.info("%s: in epoch %d with replicas %s (%s)", rank_name(self.replica, self.shard), self.epoch, who, how)
 
     def _not_joined(self, error: JoinError) -> InitError:
         kind = TooLateError if error.ending is m.Ending.TOO_LATE else InitError
         return kind(f"{self._named()} could not join the job: {error}")
 
     def _named(self) -> str:
-        return f"replica {self.replica} rank {self.shard}"
+        return rank_name(self.replica, self.shard)
 
     def _begin(self, view: View) -> None:
         """Begin: this rank runs in its first view."""
@@ -364,7 +363,7 @@ class Group(Calls):
         except Gone as error:
             raise removed_error(self._named(), str(error), error.ending) from None
         except TimeoutError as error:
-            raise CollectiveTimeout(f"replica {self.replica} rank {self.shard}: {error}") from None
+            raise CollectiveTimeout(f"{rank_name(self.replica, self.shard)}: {error}") from None
         self._step = step + 1
         self._turn.agree()
         self._loop, self._stamp = get_ident(), stamp_of(step)
@@ -427,7 +426,7 @@ class Group(Calls):
         """Write an event of a kind of its own, as `report` writes numbers. Raises `ValueError` for a kind of the
         coordinator or of a launcher."""
         own_process()
-        self._agent.tell(m.Report(kind, {"rank": self.shard, **fields}))
+        self._agent.tell(m.Report(kind, {"shard": self.shard, **fields}))
 
     # -- subgroups and the end -----------------------------------------------------------------------------------
 
@@ -493,7 +492,7 @@ class Group(Calls):
         if finished and self._agent.view is not None:
             self._agent.finish(ACK if self.drained else FINISH)  # a replica that has left said so at the boundary
         elif not finished:
-            self._agent.tell(m.Report("gives_up", {"rank": self.shard}))
+            self._agent.tell(m.Report("gives_up", {"shard": self.shard}))
             self._agent.give_up(failure, script)
         self._agent.stop()
         self._router.close()
@@ -541,7 +540,7 @@ class Group(Calls):
         self._agent.severed(replica, epoch, reason)
 
     def _diverged(self, divergence: Divergence) -> None:
-        log.warning("replica %d rank %d: %s", self.replica, self.shard, divergence)
+        log.warning("%s: %s", rank_name(self.replica, self.shard), divergence)
         wrong, right = (", ".join(map(str, who)) for who in (divergence.wrong, divergence.right))
         self.emit("divergence", op=divergence.op, chunk=divergence.chunk, wrong=wrong, right=right)
 
@@ -549,7 +548,7 @@ class Group(Calls):
         """Report a stall, every second while the op stands still; one line in the log is enough."""
         if self._stalls.is_new(stall):
             waiting = ", ".join(map(str, stall.waiting_on))
-            who = f"replica {self.replica} rank {self.shard}"
+            who = rank_name(self.replica, self.shard)
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
             self.emit("stalled", epoch=stall.epoch, op=stall.op, waiting=waiting)
         self._agent.stalled(*stall)
@@ -570,8 +569,8 @@ def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket
         return listen(*leader)
     except OSError as error:
         raise InitError(
-            f"rank 0 cannot listen on FTCOMM_LEADER={settings.leader}: {error.strerror or error}; give each replica a "
-            "free port on the host of its rank 0"
+            f"shard 0 cannot listen on FTCOMM_LEADER={settings.leader}: {error.strerror or error}; give each replica a "
+            "free port on the host of its shard 0"
         ) from None
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.watchdog import Deadlines
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.engines.host_calls import HostCalls
 from ftcomm.errors import ArgumentError
@@ -77,14 +78,14 @@ class StaticGroup(Calls):
         Raises `ArgumentError`, `TransportError` that names who did not come, and `LostError` if one was lost meanwhile.
         """
         settings = group.settings
-        pairs = [(int(replica), int(rank)) for replica, rank in members]
+        pairs = [(int(replica), int(shard)) for replica, shard in members]
         me = _position(name, pairs, (settings.replica, settings.shard))
         infos = [
             PeerInfo(
-                f"rank {i} (replica {replica}, rank {rank} of it)",
-                functools.partial(group.internals.dial_rank, replica, rank),
+                f"rank {i} ({rank_name(replica, shard)})",
+                functools.partial(group.internals.dial_rank, replica, shard),
             )
-            for i, (replica, rank) in enumerate(pairs)
+            for i, (replica, shard) in enumerate(pairs)
         ]
         op_timeout = settings.timeouts.give_up if op_timeout is None else op_timeout
         terms = Terms(

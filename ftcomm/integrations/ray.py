@@ -240,7 +240,7 @@ def _group() -> Any:
 def _join(environment: dict[str, str], process_group: bool) -> None:
     """Join the job, in the process of a worker, which is the only one of its replica."""
     replica = str(ray.train.get_context().get_world_rank())
-    own = {"FTCOMM_REPLICA": replica, "FTCOMM_RANK": "0", "RANK": replica, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    own = {"FTCOMM_REPLICA": replica, "FTCOMM_SHARD": "0", "RANK": replica, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(environment | own)
     set_train_fn_utils(_Functions())
     if process_group:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ftcomm.control.rank_name import rank_name
+
 
 def describe(event: Mapping[str, Any]) -> str | None:
     """Returns one line, or None for an event that is only for the event log. Leaves unknown fields and kinds out."""
@@ -21,7 +23,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind == "refused":
         return f"somebody was refused: {event.get('reason')}"
     if kind == "stalled":
-        who = f"replica {event.get('replica')} rank {event.get('rank')}"
+        who = rank_name(event.get("replica"), event.get("shard"))
         return f"{who} waits in op {event.get('op')} for replica {event.get('waiting')}"
     if kind in ("cut_off", "ended", "outdated"):
         return str(event.get("reason"))
@@ -35,7 +37,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind == "training_goes_on":
         return f"training goes on with step {event.get('step')} after {event.get('seconds')} s"
     if kind == "step_failed":
-        who = f"replica {event.get('replica')} rank {event.get('rank')}"
+        who = rank_name(event.get("replica"), event.get("shard"))
         return f"{who} failed in step {event.get('step')}: {event.get('error')}"
     if kind == "step_discarded":
         done = "has no update" if event.get("verdict") == "skip" else "is repeated"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ftcomm.control.messages import Event
+from ftcomm.control.rank_name import rank_name
 from ftcomm.launch.event_text import describe
 from ftcomm.monitoring.history import HistoryWriter
 from ftcomm.monitoring.job import JobMonitor, Overview
@@ -74,14 +75,14 @@ def _own(event: Event) -> str | None:
     kind, replica = event["kind"], event.get("replica")
     if kind == "process_exited" and (event.get("signal") or event.get("code")):
         how = f"was killed by {event['signal']}" if event.get("signal") else f"exited with code {event['code']}"
-        return f"replica {replica} rank {event.get('rank')} {how}"
+        return f"{rank_name(replica, event.get('shard'))} {how}"
     if kind == "restarting":
         return f"replica {replica} is started again in {event.get('delay'):g} s"
     if kind == "restart_asked":
         return f"replica {replica} is asked to leave and started again"
     if kind == "leave_asked":
         return f"replica {replica} is asked to leave"
-    if kind == "resumed" and event.get("rank") == 0 and event.get("ops"):
+    if kind == "resumed" and event.get("shard") == 0 and event.get("ops"):
         return f"replica {replica} goes on in view {event.get('epoch')} after {event.get('resume_ms'):.0f} ms"
     if kind == "diagnosis":
         return f"why: {event['verdict']['who']}"

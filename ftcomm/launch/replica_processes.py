@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import InitError
 from ftcomm.launch import reaper
 from ftcomm.launch.hosts import HostNetwork
@@ -175,12 +176,12 @@ class ReplicaProcesses:
                 stack.enter_context(self._network.inside(self.place))
             leader: socket.socket | None = None
             if self._options.ranks_per_replica > 1:
-                # Bound here and inherited by rank 0: no other process can take the port in between, and a rank that
+                # Bound here and inherited by shard 0: no other process can take the port in between, and a rank that
                 # comes first finds its leader listening.
                 leader = stack.enter_context(socket.create_server((self.host, 0)))
                 environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
             for rank in range(self._options.ranks_per_replica):
-                environment["FTCOMM_RANK"] = str(rank)
+                environment["FTCOMM_SHARD"] = str(rank)
                 environment.update(torchrun.of_rank(self._options, self.number, rank, self.starts - 1))
                 pass_fds: tuple[int, ...] = ()
                 if leader is not None and rank == 0:
@@ -220,7 +221,7 @@ class ReplicaProcesses:
         except OSError as error:
             self.kill()
             raise InitError(
-                f"cannot start rank {rank} of replica {self.number}: {error.strerror or error}. Raise the limit on "
+                f"cannot start {rank_name(self.number, rank)}: {error.strerror or error}. Raise the limit on "
                 "processes (ulimit -u) or open files (ulimit -n), or start fewer replicas."
             ) from error
         self._ranks[rank] = process
@@ -230,7 +231,7 @@ class ReplicaProcesses:
     def _log_file(self, rank: int) -> LogFile | None:
         if self._options.log_dir is None:
             return None
-        name = f"replica-{self.number}.rank-{rank}.incarnation-{self.starts - 1}.log"
+        name = f"replica-{self.number}.shard-{rank}.incarnation-{self.starts - 1}.log"
         return LogFile(self._options.log_dir / name, self._listener.trouble)
 
     def _rank_ended(self, rank: int, mark: str, code: int) -> None:

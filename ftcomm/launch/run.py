@@ -381,12 +381,12 @@ class Launcher:
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def _rank_started(self, replica: int, rank: int, pid: int) -> None:
-        self._report.emit("process_started", replica=replica, rank=rank, pid=pid)
+        self._report.emit("process_started", replica=replica, shard=rank, pid=pid)
 
     def _rank_exited(self, replica: int, rank: int, pid: int, code: int) -> None:
         killed_by = signal_name(code)
         exit_code = None if killed_by else code
-        known: Event = {"replica": replica, "rank": rank, "pid": pid, "code": exit_code, "signal": killed_by}
+        known: Event = {"replica": replica, "shard": rank, "pid": pid, "code": exit_code, "signal": killed_by}
         if code != 0:
             lines = self._job.replicas[replica].last_lines(rank)
             known["lines"] = [without(line, (self._token,)) for line in lines]

@@ -137,7 +137,7 @@ class Supervisor:
         job, death, who, code = self._job, replica.death, f"replica {replica.number}", 0
         untold = death is None and not replica.removed  # that it finished or left
         if death is not None:
-            rank = f"rank {death.rank}, " if job.options.ranks_per_replica > 1 else ""
+            rank = f"shard {death.rank}, " if job.options.ranks_per_replica > 1 else ""
             who, code = f"{who} ({rank}pid {death.pid})", death.code
         how = f"{how_it_ended(code)} before it had said that it finished or left" if untold else how_it_ended(code)
         if code < 0 and replica.gives_up:  # by us, as it took too long

@@ -273,12 +273,12 @@ class JobMonitor:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def _on_process_started(self, event: Event) -> None:
-        replica, rank = event["replica"], event["rank"]
-        self._alive.setdefault(replica, set()).add(rank)
-        self._starts[replica] += rank == 0
+        replica, shard = event["replica"], event["shard"]
+        self._alive.setdefault(replica, set()).add(shard)
+        self._starts[replica] += shard == 0
 
     def _on_process_exited(self, event: Event) -> None:
-        self._alive.setdefault(event["replica"], set()).discard(event["rank"])
+        self._alive.setdefault(event["replica"], set()).discard(event["shard"])
         if event.get("signal") or event.get("code"):
             how = event.get("signal") or f"exit code {event['code']}"
             self._reasons[event["replica"]] = str(how)

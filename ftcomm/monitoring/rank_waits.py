@@ -9,7 +9,7 @@ from pathlib import Path
 from ftcomm.recorder.reader import SUFFIX, RecordingError
 from ftcomm.recorder.tail import RecordingTail
 
-NAME = re.compile(rf"replica-(\d+)\.rank-(\d+)\.pid-(\d+){re.escape(SUFFIX)}")
+NAME = re.compile(rf"replica-(\d+)\.shard-(\d+)\.pid-(\d+){re.escape(SUFFIX)}")
 
 
 class RecordedWaits:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ftcomm.arrays.flat import Flat, to_read, to_write
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.sealed import Connection
 from ftcomm.control.timeouts import AWAITED_EVERY
 from ftcomm.control.views import View
@@ -106,7 +107,7 @@ class JobProgressEngine(ProgressEngine):
         dial: Callable[[int, str, int], Connection],
         slots: Slots | None = None,
     ) -> None:
-        super().__init__(f"replica {replica} rank {shard}", self._dial_replica, lambda peer: f"replica {peer}", slots)
+        super().__init__(rank_name(replica, shard), self._dial_replica, lambda peer: f"replica {peer}", slots)
         self._replica, self._to_replica = replica, dial
         self._incarnations: dict[int, str] = {}  # of the members of the newest view
         self._epoch = 0  # the epoch of that view

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ftcomm.control.rank_name import rank_name
 from ftcomm.recorder.clocks import last_time, offsets
 from ftcomm.recorder.reader import RecordedOp, RecordedPhase, Recording
 from ftcomm.recorder.torch_format import rank_of
@@ -35,7 +36,7 @@ def trace(recordings: Sequence[Recording]) -> dict[str, Any]:
 def _rank(number: int, recording: Recording, offset: float) -> Iterator[dict[str, Any]]:
     # Lives of one rank are processes of their own, side by side. Pids of several hosts may be alike, and Perfetto takes
     # no number beyond 32 bits, so the processes are counted.
-    name = f"replica {recording.replica} rank {recording.shard} ({recording.host}, pid {recording.pid})"
+    name = f"{rank_name(recording.replica, recording.shard)} ({recording.host}, pid {recording.pid})"
     yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": rank_of(recording)}}
     end, tid = last_time(recording), 1

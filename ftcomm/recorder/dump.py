@@ -3,7 +3,7 @@
     DUMPS/ftcomm-dumps-1000/2026-11-24T12-03-10.250000-stall-1f0c9a7e/
         dump.json                            why and when, which ranks, and what could not be read
         rank_0, rank_1, ...                  for torch's analyser: torchfrtrace FOLDER
-        replica-0.rank-0.pid-4711.recording  the recordings as they are: ftcomm trace FOLDER
+        replica-0.shard-0.pid-4711.recording  the recordings as they are: ftcomm trace FOLDER
 
 DUMPS is FTCOMM_DUMP_DIR, or the directory for temporary files. `KEPT` dumps are kept, the newest. A dump is complete or
 not there: it is written under another name first. There is nothing in it but what `ftcomm.recorder.layout` lists; no

@@ -1,6 +1,6 @@
 """The recording of this process: one, whatever groups it has. Where it takes part in a job, it is in a file.
 
-    ranks of `ftcomm run`       RUN/recordings/replica-2.rank-0.pid-4711.recording, in the directory of the run
+    ranks of `ftcomm run`       RUN/recordings/replica-2.shard-0.pid-4711.recording, in the directory of the run
     ranks that others start     the same, in a directory that the ranks of a job on this host share
     groups without a job        memory of the process, which no other process can read
 
@@ -25,6 +25,7 @@ import threading
 from pathlib import Path
 
 from ftcomm.control import fork
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import SettingsError
 from ftcomm.process.user_dir import LOCK, base_dir, locked, unused
 from ftcomm.recorder import callers
@@ -65,7 +66,7 @@ class _OwnRecording:
             recordings = folder / FOLDER
             recordings.mkdir(mode=0o700, exist_ok=True)
             _remove_old(recordings, owner)
-            path = recordings / f"replica-{owner.replica}.rank-{owner.shard}.pid-{os.getpid()}{SUFFIX}"
+            path = recordings / f"replica-{owner.replica}.shard-{owner.shard}.pid-{os.getpid()}{SUFFIX}"
             if self.path is not None and self.path.exists():
                 os.replace(self.path, path)  # this process was in another job before
             elif self.path is not None or self.recorder is None:  # a folder that ranks shared took it along
@@ -140,9 +141,9 @@ def begin(owner: Owner, coordinator: str) -> Recorder:
     recorder.describe(owner)
     if lacks:
         log.warning(
-            "replica %d rank %d: no other process can read what this rank records, since it has no file of %d MiB in "
+            "%s: no other process can read what this rank records, since it has no file of %d MiB in "
             "the directory of runs: %s. Make room there, or set XDG_RUNTIME_DIR to a directory in memory",
-            *(owner.replica, owner.shard, PROCESS_SHAPE.size >> 20, lacks),
+            *(rank_name(owner.replica, owner.shard), PROCESS_SHAPE.size >> 20, lacks),
         )
     return recorder
 
@@ -179,7 +180,7 @@ def _remove_unused(base: Path, but: Path) -> None:
 def _remove_old(recordings: Path, owner: Owner) -> None:
     """Remove all but the newest recordings of earlier lives of a rank."""
     dead = []
-    for found in recordings.glob(f"replica-{owner.replica}.rank-{owner.shard}.pid-*{SUFFIX}"):
+    for found in recordings.glob(f"replica-{owner.replica}.shard-{owner.shard}.pid-*{SUFFIX}"):
         with contextlib.suppress(RecordingError):
             if not lives(recording := read(found)):
                 dead.append((recording.began, found))

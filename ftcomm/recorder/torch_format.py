@@ -82,7 +82,7 @@ def _process_groups(ranks: Mapping[int, Recording]) -> dict[int, dict[str, _Proc
 
 
 def _process_group(name: str, shard: int, rank: int, told: tuple[int, ...]) -> _ProcessGroup:
-    about = f"ftcomm {'all replicas' if name == '*' else name}, rank {shard} of each"
+    about = f"ftcomm {'all replicas' if name == '*' else name}, shard {shard} of each"
     if rank in told:
         return _ProcessGroup(f"{name}.{shard}", about, told)
     left = f"until rank {rank} left"

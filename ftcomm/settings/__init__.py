@@ -24,7 +24,7 @@ MAX_LABEL = 256  # characters, as of a `Name` in ftcomm.control.field_types
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Times are seconds. `leader` is where rank 0 of this replica listens; unused with one rank a replica."""
+    """Times are seconds. `leader` is where shard 0 of this replica listens; unused with one rank a replica."""
 
     coordinator: str
     token: str = dataclasses.field(repr=False)
@@ -58,13 +58,14 @@ class Settings:
                 "`ftcomm run --replicas 4 SCRIPT`, or set it to host:port of a running `ftcomm coordinator`."
             )
         env = completed(env)
+        ranks = _int(env, "FTCOMM_RANKS_PER_REPLICA", 1)
         settings = cls(
             coordinator=env["FTCOMM_COORDINATOR"],
             token=env.get("FTCOMM_TOKEN", ""),
             replica=_int(env, "FTCOMM_REPLICA"),
             replicas=_int(env, "FTCOMM_REPLICAS"),
-            shard=_int(env, "FTCOMM_RANK", 0),
-            ranks_per_replica=_int(env, "FTCOMM_RANKS_PER_REPLICA", 1),
+            shard=_int(env, "FTCOMM_SHARD", 0 if ranks == 1 else None),
+            ranks_per_replica=ranks,
             leader=env.get("FTCOMM_LEADER", ""),
             leader_fd=_int(env, "FTCOMM_LEADER_FD") if "FTCOMM_LEADER_FD" in env else None,
             host=env.get("FTCOMM_HOST", ""),
@@ -111,12 +112,12 @@ class Settings:
             raise SettingsError(f"FTCOMM_REPLICAS and FTCOMM_RANKS_PER_REPLICA: {reason}.")
         if not 0 <= self.shard < self.ranks_per_replica:
             raise SettingsError(
-                f"FTCOMM_RANK={self.shard} with FTCOMM_RANKS_PER_REPLICA={self.ranks_per_replica}; expected a rank "
-                f"from 0 to {self.ranks_per_replica - 1}."
+                f"FTCOMM_SHARD={self.shard} with FTCOMM_RANKS_PER_REPLICA={self.ranks_per_replica}; expected the index "
+                f"of the rank in its replica, 0 to {self.ranks_per_replica - 1}."
             )
         if self.ranks_per_replica > 1 and not self.leader:
             raise SettingsError(
-                "FTCOMM_LEADER is not set; with several ranks a replica each needs host:port of rank 0."
+                "FTCOMM_LEADER is not set; with several ranks a replica each needs host:port of shard 0."
             )
         if self.leader:
             split_endpoint(self.leader, "FTCOMM_LEADER")

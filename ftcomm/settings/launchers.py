@@ -1,7 +1,7 @@
 """Finds where a rank stands in its job from what launchers say that know nothing of ftcomm: torchrun, mpirun, srun.
 
 They number the ranks of what they start; ranks that follow each other are a replica, FTCOMM_RANKS_PER_REPLICA of them.
-What FTCOMM_REPLICA, FTCOMM_REPLICAS and FTCOMM_RANK say comes first: a launcher for each replica knows the rank alone.
+What FTCOMM_REPLICA, FTCOMM_REPLICAS and FTCOMM_SHARD say comes first: a launcher for each replica knows the rank alone.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def completed(env: Mapping[str, str]) -> Mapping[str, str]:
     """Returns `env` with what it does not say of the place in the job, and a launcher does. Raises `SettingsError`."""
     text = env.get("FTCOMM_RANKS_PER_REPLICA", "1")
     ranks = int(text) if text.isdecimal() else 0  # if it is wrong, whoever reads it says so
-    known = "FTCOMM_REPLICA" in env and ("FTCOMM_RANK" in env or ranks == 1)
+    known = "FTCOMM_REPLICA" in env and ("FTCOMM_SHARD" in env or ranks == 1)
     if known or not ranks or (place := numbered(env)) is None:
         return env
     rank, size = place
-    told = {"FTCOMM_RANK": str(rank % ranks)}
+    told = {"FTCOMM_SHARD": str(rank % ranks)}
     if "FTCOMM_REPLICA" not in env:
         if size % ranks:
             raise SettingsError(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ftcomm.control import wire
 from ftcomm.control.handshake import LONGEST_FIELD, Fields
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.unstarted import UNSTARTED, NamedRank
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.settings import Settings, credentials, split_endpoint
@@ -25,11 +26,11 @@ def tell(why: Exception, settings: Settings | None, env: Mapping[str, str] | Non
             leader = settings.leader if settings.ranks_per_replica > 1 else ""
         else:
             endpoint, mine = env["FTCOMM_COORDINATOR"], credentials.from_env(env["FTCOMM_TOKEN"], env)
-            replica, shard = int(env["FTCOMM_REPLICA"]), int(env.get("FTCOMM_RANK") or 0)
+            replica, shard = int(env["FTCOMM_REPLICA"]), int(env.get("FTCOMM_SHARD") or 0)
             leader = env.get("FTCOMM_LEADER", "")
         rank = NamedRank.of(replica, shard, split_endpoint(leader, "FTCOMM_LEADER") if leader else None)
         coordinator = split_endpoint(endpoint, "FTCOMM_COORDINATOR")
-        reason = f"rank {shard} of replica {replica} cannot start: {why}"
+        reason = f"{rank_name(replica, shard)} cannot start: {why}"
         reason = reason[: LONGEST_FIELD - len(rank.leader)]  # an opening has no room for more
         # What is set stays as wrong when the process is started again; anything else may be mended by that.
         fields: Fields = {**rank.fields, "reason": reason, "lasting": int(isinstance(why, SettingsError))}

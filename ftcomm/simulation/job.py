@@ -315,7 +315,7 @@ class SimulatedJob:
         return leader
 
     def kill_leader(self, replica: Replica) -> None:
-        """Kill the leader; its rank 0 sees that a moment later."""
+        """Kill the leader; its shard 0 sees that a moment later."""
         leader = replica.leader
         if leader is not None and leader.alive:
             leader.say("dies")

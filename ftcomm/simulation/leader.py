@@ -15,11 +15,11 @@ from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, Simula
 from ftcomm.simulation.world import Process, World
 
 COORDINATOR = 1  # its port
-_LAST = 2.0  # s for what rank 0 has said last
+_LAST = 2.0  # s for what shard 0 has said last
 
 
 class SimulatedLeader(Process):
-    """The leader of one life of a replica, on the host of its rank 0. `on_end` is called when it ends by itself."""
+    """The leader of one life of a replica, on the host of its shard 0. `on_end` is called when it ends by itself."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SimulatedLeader(Process):
         self._network, self._timeouts, self._on_end = network, timeouts, on_end
         self._ranks: dict[int, SimulatedConnection] = {}
         self._up: SimulatedLink | None = None
-        self._end: bool | None = None  # rank 0 has ended, well or not
+        self._end: bool | None = None  # shard 0 has ended, well or not
 
     def start(self) -> None:
         self.say("starts on host %s", self.host)
@@ -104,7 +104,7 @@ class SimulatedLeader(Process):
         self._network.probe(self, there.pid, told)
 
     def rank_0_ended(self, well: bool) -> None:
-        """Take what rank 0 has said last; then end as well, and tell the others unless it has ended as it should."""
+        """Take what shard 0 has said last; then end as well, and tell the others unless it has ended as it should."""
         self._end = well
         if 0 in self._ranks:
             self.after(_LAST, self._go)
@@ -114,7 +114,7 @@ class SimulatedLeader(Process):
     def _go(self) -> None:
         if self._end is False:
             self._do(self.node.rank_lost(0, "its process has ended"))
-        self.say("ends with rank 0")
+        self.say("ends with shard 0")
         self._on_end(self)
 
     def _tick(self) -> None:

@@ -97,7 +97,7 @@ class SimulatedRank(Process):
         self.view: View | None = None  # that the script stands in
         address = Address(f"host{host}", port % 65536, f"boot{host}", port, 0, nonce)
         self.node = n.RankNode(replica, index, address, timeouts)
-        # In rank 0. If there are others, it belongs to a process of its own.
+        # In shard 0. If there are others, it belongs to a process of its own.
         self.leader = LeaderNode(replica, incarnation, ranks, timeouts) if index == 0 else None
         self._with_leader = RankWithLeader(self.node, self.leader) if self.leader is not None and ranks == 1 else None
         self._leader_port = leader_port
@@ -202,7 +202,7 @@ class SimulatedRank(Process):
             connection.send(1, later)
 
     def leader_ended(self) -> None:
-        """End with the leader, as `ftcomm.control.agent` does in rank 0, which tells the coordinator."""
+        """End with the leader, as `ftcomm.control.agent` does in shard 0, which tells the coordinator."""
         if self.gone or self._up is None:
             return
         self._up.close()

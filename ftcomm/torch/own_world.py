@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import InitError
 from ftcomm.torch import rendezvous
 from ftcomm.torch.create import Dimension
@@ -92,7 +93,7 @@ def usual_backend() -> str:
 
 
 def _store(group: Group, timeout: timedelta) -> dist.Store:
-    """The store of this life of the replica. It listens where its rank 0 does, at a port of its own."""
+    """The store of this life of the replica. It listens where its shard 0 does, at a port of its own."""
     if group.shards == 1:
         return dist.HashStore()
     host, port = group.internals.address_of(group.replica, 0, group.settings.timeouts.give_up).host, 0
@@ -122,7 +123,7 @@ def _abort(group: Group, error: Exception) -> None:
     """Abort the groups inside, in a thread of its own, since a driver that is stuck may keep it."""
 
     def run() -> None:
-        log.error("replica %d rank %d: aborts the groups inside its replica: %s", group.replica, group.shard, error)
+        log.error("%s: aborts the groups inside its replica: %s", rank_name(group.replica, group.shard), error)
         inside = [pg for pg in list(c10d._world.pg_map) if not isinstance(pg, FtProcessGroup)]
         with _nccl_together():
             for pg in reversed(inside):

@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, quote, unquote, urlparse
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.launch.torchrun.store_contents import LIFE
 from ftcomm.process import ending
@@ -76,7 +77,7 @@ def env_rendezvous(
         raise InitError(
             f"init_process_group(rank={asked.get('rank', rank)}, world_size={asked.get('world_size', size)}) in a job "
             f"in which this is rank {rank} of {size}: replicas {', '.join(map(str, group.members))} of "
-            f"{group.shards} ranks each, this is replica {group.replica} rank {group.shard}. Leave "
+            f"{group.shards} ranks each, this is {rank_name(group.replica, group.shard)}. Leave "
             "rank and world_size out, `ftcomm run` knows them."
         )
     yield job_store(group, size, torchs, url, options), rank, size

@@ -25,6 +25,7 @@ from ftcomm.control import handshake, wire
 from ftcomm.control.dropped import drop
 from ftcomm.control.failed_dials import start
 from ftcomm.control.liveness import unanswered
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import View
 from ftcomm.errors import StateError, TransportError
@@ -114,8 +115,8 @@ class StateSource:
             self._recorder.finish(self._recorded, failed=True)
             self._broken = f"its state cannot be copied ({type(error).__name__}: {error})"[:1000]
             log.warning(
-                "replica %d rank %d: %s; a replica that comes back cannot have it from here",
-                *(self._group.replica, self._group.shard, self._broken),
+                "%s: %s; a replica that comes back cannot have it from here",
+                *(rank_name(self._group.replica, self._group.shard), self._broken),
                 exc_info=not isinstance(error, StateError),
             )
             self._group.emit("state_broken", step=step, error=f"{type(error).__name__}: {error}"[:200])
@@ -133,7 +134,7 @@ class StateSource:
         fields = dict(step=snapshot.step, bytes=snapshot.nbytes, seconds=round(snapshot.seconds, 6))
         if snapshot.spoiled:
             self._overlap = False
-            log.warning("replica %d rank %d: %s", self._group.replica, self._group.shard, SPOILED)
+            log.warning("%s: %s", rank_name(self._group.replica, self._group.shard), SPOILED)
             self._group.emit("state_snapshot", **fields, spoiled=True)
         else:
             self._group.emit("state_snapshot", **fields)

@@ -39,6 +39,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ftcomm.control.failed_dials import start
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import ArgumentError, FtcommError, StateError
 from ftcomm.training.checkpoint_index import Index, fill, find
 from ftcomm.training.entries import as_entry
@@ -151,7 +152,7 @@ class Checkpoints:
             self._wait_for_the_writer(step)
         if self._failed is not None and not self._passed_on:
             raise FtcommError(
-                f"replica {self._group.replica} rank {self._group.shard}: the checkpoint of step {self._saved} was not "
+                f"{rank_name(self._group.replica, self._group.shard)}: the checkpoint of step {self._saved} was not "
                 f"written to {self._folder}: {self._failed}. It holds those of the steps {complete(self._folder)}; "
                 "mend that, and call close(step) again"
             ) from self._failed
@@ -162,7 +163,7 @@ class Checkpoints:
         while self._passed_on and not self._group.drained and step not in complete(self._folder):
             if time.monotonic() > end:
                 raise FtcommError(
-                    f"replica {self._group.replica} rank {self._group.shard}: replica {min(self._group.contributing)} "
+                    f"{rank_name(self._group.replica, self._group.shard)}: replica {min(self._group.contributing)} "
                     f"has not written the checkpoint of step {step} within {CLOSE:.0f} s; look at its log, and whether "
                     f"it has the same folder {self._folder}"
                 )

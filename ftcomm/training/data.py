@@ -70,7 +70,7 @@ class Batches:
     seed: the seed of the order, together with the epoch. All of these must be the same on all ranks. `shuffle=False`
         keeps the order.
 
-    For ranks that share their batch (tensor parallel), pass `part=(0, 1)` and hand the batch of rank 0 to the others.
+    For ranks that share their batch (tensor parallel), pass `part=(0, 1)` and hand the batch of shard 0 to the others.
     `ftcomm.training.loader.Loader` fetches ahead, in workers. No method blocks. Not thread-safe. Raises
     `ArgumentError`.
     """

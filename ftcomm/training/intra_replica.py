@@ -1,7 +1,7 @@
 """Exchanges a few bytes between the ranks of one replica, in a tree (`rank_tree.py`).
 
     up      each rank sends one row to its parent: what follows from its own and from those of its children
-    down    rank 0 has what follows from all, and it goes back the same way, in as many bytes
+    down    shard 0 has what follows from all, and it goes back the same way, in as many bytes
 
 So a rank sends and receives a row for each of its connections, which are some 60 at most, and all ranks together move
 two rows for each rank.
@@ -24,6 +24,7 @@ import msgspec
 
 from ftcomm.control import handshake
 from ftcomm.control.framing import Framing, receive_while
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Connection
 from ftcomm.control.timeouts import AWAITED_EVERY
@@ -146,7 +147,7 @@ class IntraReplicaExchange:
     def _serve(self, sock: Connection, fields: Mapping[str, Any]) -> None:
         shard = handshake.number(fields, "shard", least=self._children[0], most=self._children[-1])
         if shard not in self._children:
-            raise handshake.BadFields(f"rank {shard} is no child of rank {self._group.shard} of this replica")
+            raise handshake.BadFields(f"shard {shard} is no child of shard {self._group.shard}")
         if handshake.number(fields, "which") != self._which:  # the caller is in its next loop already, and calls again
             sock.close()
             return
@@ -188,4 +189,4 @@ class IntraReplicaExchange:
         return said.row
 
     def _who(self) -> str:
-        return f"replica {self._group.replica} rank {self._group.shard}"
+        return rank_name(self._group.replica, self._group.shard)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ftcomm.control.rank_name import rank_name
 from ftcomm.recorder.files import process_recorder
 from ftcomm.recorder.layout import PhaseKind
 from ftcomm.training.catchup import Fetch
@@ -83,8 +84,8 @@ class Joiner:
             self._fetch.keep(view.replicas)
             if not self._replay.possible:
                 if self._replay.lacks:
-                    what = self._group.replica, self._group.shard, ", ".join(self._replay.lacks)
-                    log.info("replica %d rank %d: waits for the state, as %s cannot be loaded late", *what)
+                    who, lacks = rank_name(self._group.replica, self._group.shard), ", ".join(self._replay.lacks)
+                    log.info("%s: waits for the state, as %s cannot be loaded late", who, lacks)
                 self._fetch.wait(FINISH)
             if self._fetch.ready():
                 self._load()

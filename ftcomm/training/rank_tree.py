@@ -7,10 +7,10 @@ Written in base `b`, a rank has its parent where its last digit that is not 0 is
     |----- 8 --- 9 10 11  and those that end in 0 themselves, up to where its own digits begin
     |---- 12 -- 13 14 15
 
-So all ranks below one follow it without a gap, and rank 0 has all. The depth is the least with which no rank has more
+So all ranks below one follow it without a gap, and shard 0 has all. The depth is the least with which no rank has more
 than `DIGIT - 1` children for each level below it, and `b` the least for that depth: up to `DIGIT` ranks are a star.
 
-    ranks      depth    b     children of rank 0
+    ranks      depth    b     children of shard 0
     32         1        32    31
     1,024      2        32    62
     8,192      3        21    58

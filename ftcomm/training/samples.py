@@ -46,6 +46,7 @@ import msgspec
 
 from ftcomm.control import handshake
 from ftcomm.control.dropped import drop
+from ftcomm.control.rank_name import rank_name
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import View
 from ftcomm.errors import StateError, TransportError
@@ -149,8 +150,8 @@ class SampleSource:
             return _Taken(digests(self._state, of_rest), rest)
         except Exception as error:  # a healthy replica must not end by it
             log.warning(
-                "replica %d rank %d: a replica that catches up has no sample from here (%s: %s)",
-                *(self._group.replica, self._group.shard, type(error).__name__, error),
+                "%s: a replica that catches up has no sample from here (%s: %s)",
+                *(rank_name(self._group.replica, self._group.shard), type(error).__name__, error),
             )
             return None
 
@@ -227,7 +228,7 @@ def ask(
         try:
             taken = _ask(group, source, step, here, wants=found is None)
         except (OSError, TransportError, NoSource) as error:
-            log.info("replica %d rank %d: no sample of replica %d: %s", group.replica, group.shard, source, error)
+            log.info("%s: no sample of replica %d: %s", rank_name(group.replica, group.shard), source, error)
             continue
         except (Wrong, msgspec.DecodeError) as error:
             drop("state", f"replica {source} as a source of a sample: {error}")
@@ -237,7 +238,7 @@ def ask(
             break
     if found is None and (any(part.state_dict() for part in untrained(state).values()) or unsaved.changed()):
         raise StateError(
-            f"replica {group.replica} rank {group.shard}: boundary {step}: no replica could give it the buffers and "
+            f"{rank_name(group.replica, group.shard)}: boundary {step}: no replica could give it the buffers and "
             "frozen parameters as they are now, which it cannot replay. Start this replica again: it takes all of the "
             "state anew."
         )
@@ -249,7 +250,7 @@ def settle(group: Group, state: Mapping[str, Stateful], step: int, answer: Answe
     what the one that answered holds; log if nobody has."""
     if answer is None:
         if compares and digests(state, {}):
-            log.warning("replica %d rank %d: no replica could confirm its state", group.replica, group.shard)
+            log.warning("%s: no replica could confirm its state", rank_name(group.replica, group.shard))
         return
     load(answer.taken.rest, untrained(state))
     if not compares:
@@ -257,7 +258,7 @@ def settle(group: Group, state: Mapping[str, Stateful], step: int, answer: Answe
     mine, theirs = digests(state, sums(state)), answer.taken.digests
     if wrong := [name for name, digest in mine.items() if theirs.get(name) != digest]:
         raise StateError(
-            f"replica {group.replica} rank {group.shard}: boundary {step}: it has caught up, but its "
+            f"{rank_name(group.replica, group.shard)}: boundary {step}: it has caught up, but its "
             f"{' and '.join(map(repr, wrong))} differ from what replica {answer.source} has. So the script has done "
             "something else here than there since this replica came in, such as a step of an optimizer or a change "
             "of parameters that depends on them. It was stopped before it contributed; started again, it takes all "
@@ -284,7 +285,7 @@ def _ask(group: Group, source: int, step: int, here: bytes, *, wants: bool) -> _
         if wants:
             if difference := first_difference(here, sample.skeleton):
                 raise StateError(
-                    f"replica {group.replica} rank {group.shard}: boundary {step}: the buffers and frozen parameters "
+                    f"{rank_name(group.replica, group.shard)}: boundary {step}: the buffers and frozen parameters "
                     f"of replica {source} do not fit here: {difference}. Make the same modules on all replicas."
                 )
             rest = allocate(sample.skeleton)

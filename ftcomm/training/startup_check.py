@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ftcomm.collective.checksum import judge, named
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import SettingsError, StateError
 from ftcomm.groups.compare import differing, exchange
 from ftcomm.training.loop_terms import POLICIES, SIZE, LoopTerms, difference
@@ -90,15 +91,14 @@ def _common_start(group: Group, terms: Mapping[int, LoopTerms], first: int) -> i
         mine = terms.get(group.replica)
         if mine is not None and mine.start != start:
             log.warning(
-                "replica %d rank %d: was to begin at step %d, and begins at step %d as replica %d does "
-                "(FTCOMM_START=lowest)",
-                *(group.replica, group.shard, mine.start, start, first),
+                "%s: was to begin at step %d, and begins at step %d as replica %d does (FTCOMM_START=lowest)",
+                *(rank_name(group.replica, group.shard), mine.start, start, first),
             )
         terms = {replica: dataclasses.replace(theirs, start=start) for replica, theirs in terms.items()}
     found = difference(terms)
     if found is not None:
         raise StateError(
-            f"The replicas (rank {group.shard} of each) do not begin alike: {found}. Pass the same arguments to the "
+            f"The replicas (shard {group.shard} of each) do not begin alike: {found}. Pass the same arguments to the "
             "step loop on all, set the same settings, and let all restore the same checkpoint."
         )
     return start
@@ -141,7 +141,7 @@ def _check_state(
         where = f"in {differing(prints, exchange(group, list(prints.values())))}"
     who = f"the state of {named(wrong)} differs from that of {named(right)}" if right else "none has a majority"
     raise StateError(
-        f"The replicas (rank {group.shard} of each) do not begin with the same state: {who}, {where}. Build it alike "
+        f"The replicas (shard {group.shard} of each) do not begin with the same state: {who}, {where}. Build it alike "
         "on all (torch.manual_seed with one seed, the same checkpoint), or let all take that of the lowest replica: "
         "FTCOMM_START=lowest, initial_state='lowest'."
     )
@@ -193,7 +193,7 @@ def _take(group: Group, state: Mapping[str, Stateful], flat: FlatState, skeleton
     if not mine:
         load(given, state)
         log.warning(
-            "replica %d rank %d: began with another state than replica %d, and has taken that (FTCOMM_START=lowest)",
-            *(group.replica, group.shard, first),
+            "%s: began with another state than replica %d, and has taken that (FTCOMM_START=lowest)",
+            *(rank_name(group.replica, group.shard), first),
         )
     group.emit("state_taken", of=first, bytes=given.nbytes)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftcomm.arrays.dtensor import local
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import ArgumentError, FtcommError, MismatchError, StateError, StepError
 from ftcomm.process import ending, pending
 from ftcomm.recorder.files import process_recorder
@@ -199,7 +200,7 @@ class StepLoop:
             self._open(total)
         if self.followed:
             raise FtcommError(
-                f"replica {self._group.replica} rank {self._group.shard}: this step loop ended when another began. "
+                f"{rank_name(self._group.replica, self._group.shard)}: this step loop ended when another began. "
                 "Have one loop at a time, and none inside of another"
             )
         if self._in_step:
@@ -301,9 +302,9 @@ class StepLoop:
         """End the loop, or give it up; idempotent. Optimizers and schedulers step as usual afterwards."""
         if self.behind and not self._ended:
             log.warning(
-                "replica %d rank %d: leaves the step loop at step %d before it has caught up with the others, so its "
+                "%s: leaves the step loop at step %d before it has caught up with the others, so its "
                 "`state` is not that of the job: do not save or evaluate it (StepLoop.behind)",
-                *(self._group.replica, self._group.shard, self.step),
+                *(rank_name(self._group.replica, self._group.shard), self.step),
             )
         self._ended = True
         self._in_step = False
@@ -388,8 +389,8 @@ class StepLoop:
         if not internals.behind:
             return False
         log.info(
-            "replica %d rank %d: leaves out step loop %d of the script, as the job is in step loop %d",
-            *(self._group.replica, self._group.shard, internals.loop, internals.loop_of_job),
+            "%s: leaves out step loop %d of the script, as the job is in step loop %d",
+            *(rank_name(self._group.replica, self._group.shard), internals.loop, internals.loop_of_job),
         )
         self.close()
         return True
@@ -424,9 +425,9 @@ class StepLoop:
             self._joiner.finish()
         elif self.outcome is None and self._group.internals.loop > 1:
             log.warning(
-                "replica %d rank %d: step loop %d of the script has no step to do: it goes up to step %d, and the loop "
+                "%s: step loop %d of the script has no step to do: it goes up to step %d, and the loop "
                 "before it ended at step %d. Give it a higher number, or start=0",
-                *(self._group.replica, self._group.shard, self._group.internals.loop, total, self.step),
+                *(rank_name(self._group.replica, self._group.shard), self._group.internals.loop, total, self.step),
             )
         assert self._source is not None
         assert self._samples is not None
@@ -596,7 +597,7 @@ class StepLoop:
     def _report(self, kind: str, **fields: str | int | float) -> None:
         """Log and report what has happened to this rank."""
         text = ", ".join(f"{name} {value}" for name, value in fields.items())
-        log.warning("replica %d rank %d: %s: %s", self._group.replica, self._group.shard, kind.replace("_", " "), text)
+        log.warning("%s: %s: %s", rank_name(self._group.replica, self._group.shard), kind.replace("_", " "), text)
         self._group.emit(kind, **fields)
 
     def _say(self, kind: str, **fields: str | int | float) -> None:

@@ -1,7 +1,7 @@
 """The vote at the end of a step, on whether all ranks of all replicas have finished it without an error of their own.
 
     rank i of every replica     one small all-reduce, with a byte for each replica: its verdict, or 0 if it is absent
-    ranks of one replica        rank 0 hears what all know, and tells them what follows (intra_replica.py)
+    ranks of one replica        shard 0 hears what all know, and tells them what follows (intra_replica.py)
 
 In this order all decide alike, whichever process dies meanwhile: the result of an all-reduce is the same on all members
 of its group, so all replicas come to the second part with the same rows. The other order would not do.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import ArgumentError, MismatchError
 from ftcomm.training.intra_replica import IntraReplicaExchange
 
@@ -135,7 +136,7 @@ class Voter:
         return decide(row if self._intra is None else self._intra.exchange(row, fold))
 
     def _who(self) -> str:
-        return f"replica {self._group.replica} rank {self._group.shard}"
+        return rank_name(self._group.replica, self._group.shard)
 
     def close(self) -> None:
         if self._intra is not None:

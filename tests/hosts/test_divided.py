@@ -64,7 +64,7 @@ def test_a_rank_of_the_last_replica_that_is_killed_on_another_host_is_missed_at_
         job.processes[0, 1].kill()
         job.wait_event("end", lambda events: any(event["kind"] == "failed" for event in events))
         (failed,) = [event["reason"] for event in job.events if event["kind"] == "failed"]
-        assert "its rank 1 is lost: its process" in failed
+        assert "its shard 1 is lost: its process" in failed
         assert "has ended, says its host" in failed
         assert job.join(0) == [1, -9]
 

@@ -28,7 +28,7 @@ def main() -> None:
     made, sharded = DistributedDataParallel.__init__, fsdp.fully_shard
 
     def die(*_: Any) -> None:
-        if asked.exists() and os.environ.get("FTCOMM_RANK", "0") == "0":
+        if asked.exists() and os.environ.get("FTCOMM_SHARD", "0") == "0":
             asked.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 

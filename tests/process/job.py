@@ -353,7 +353,7 @@ class Job:
             lines.append(f"{path.name}: {len(notes)} notes, the last: {notes[-2:]}")
         for (replica, rank), process in self.processes.items():
             pid, code = process.pid, process.exitcode
-            lines.append(f"replica {replica} rank {rank}: process {pid}, state {state(pid)!r}, exit code {code}")
+            lines.append(f"replica {replica} shard {rank}: process {pid}, state {state(pid)!r}, exit code {code}")
         lines += [f"errors: {self.errors()}", f"coordinator: {self.server._machine and vars(self.server._machine)}"]
         stacks = sorted(self.folder.glob("notes-*.stack"))
         return "\n".join([*lines, *(f"{path.name}:\n{path.read_text()}" for path in stacks)])

@@ -1,4 +1,4 @@
-"""The points of `rank_points` to which a leader comes, be it in the process of its rank 0 or in one of its own:
+"""The points of `rank_points` to which a leader comes, be it in the process of its shard 0 or in one of its own:
 
 python -m tests.process.leader_points       in place of ftcomm.control.leader_process; ORDERS says what to look for
 """

@@ -129,7 +129,7 @@ def _refuse_as_leader(settings: Settings, arguments: dict[str, Any]) -> None:
         "TRANSPORT": "bogus",
         "REPLICA": "1",
     }
-    for name, value in (*names.items(), ("REPLICAS", "2"), ("RANK", "0"), ("LEADER", settings.leader)):
+    for name, value in (*names.items(), ("REPLICAS", "2"), ("SHARD", "0"), ("LEADER", settings.leader)):
         os.environ[f"FTCOMM_{name}"] = value
     ftcomm.init()
 
@@ -140,7 +140,7 @@ def test_all_are_told_of_a_leader_that_cannot_start(tmp_path: Path) -> None:
         for replica in (0, 1):
             assert job.join(replica) == [1, 1]
         ends = {(replica, rank): note for replica, rank, note in job.notes()}
-    wrong = "rank 0 of replica 1 cannot start: FTCOMM_TRANSPORT='bogus'"
+    wrong = "replica 1 shard 0 cannot start: FTCOMM_TRANSPORT='bogus'"
     assert ends.pop((1, 0))["type"] == "SettingsError"
     assert len(ends) == 3
     for end in ends.values():

@@ -259,7 +259,7 @@ def test_a_job_that_hangs_or_diverges_or_leaks_is_found_out(here: Path, monkeypa
     assert outcome.failures[0].startswith("no step for ")
     assert outcome.failures[1] == "2 reports of divergence"
     assert outcome.failures[2].startswith("a leak: fds of the ranks grow by ")
-    assert any("rank 0 python" in line or "rank 0 ftcomm" in line for line in outcome.ranks), outcome.ranks
+    assert any("shard 0 python" in line or "shard 0 ftcomm" in line for line in outcome.ranks), outcome.ranks
 
 
 def test_a_job_that_ends_and_faults_that_cannot_be_are_told(here: Path) -> None:

@@ -194,7 +194,7 @@ def test_the_page_of_a_job_under_kills(job: RunningJob, tmp_path: Path) -> None:
 
         # By keyboard: to the second replica, and what it does.
         page.find_element(By.ID, "grid").send_keys(Keys.ARROW_DOWN, Keys.ENTER)
-        assert text("#rank h2") == "Replica 1, rank 0"
+        assert text("#rank h2") == "Replica 1, shard 0"
         assert "training" in text("#rank dl")
         wait.until(lambda page: "script.py:" in text("#doing"))  # the line of its op
         wait.until(lambda page: "script.py:" in text("#stack"))
@@ -208,16 +208,16 @@ def test_the_page_of_a_job_under_kills(job: RunningJob, tmp_path: Path) -> None:
         wait.until(lambda page: "it goes on" in text("#told"))  # as the job does
         body = page.find_element(By.TAG_NAME, "body")
         body.send_keys("y")
-        assert text("#rank h2") == "Replica 2, rank 0"
+        assert text("#rank h2") == "Replica 2, shard 0"
         page.switch_to.active_element.send_keys(Keys.ESCAPE)
         page.find_element(By.CSS_SELECTOR, "#culprits button").click()
-        assert text("#rank h2") == "Replica 2, rank 0"
+        assert text("#rank h2") == "Replica 2, shard 0"
         page.switch_to.active_element.send_keys(Keys.ESCAPE)
 
         # Who makes the others wait, and one click to what it does.
         wait.until(lambda page: len(page.find_elements(By.CSS_SELECTOR, "#slowest tr")) == 3)
         slowest = page.execute_script("const [row] = $('slowest').rows; row.click(); return row.cells[0].innerText")
-        assert text("#rank h2") == f"Replica {slowest}, rank 0"
+        assert text("#rank h2") == f"Replica {slowest}, shard 0"
         page.switch_to.active_element.send_keys(Keys.ESCAPE)
 
         # What goes between the replicas, and from whom to whom.
@@ -240,7 +240,7 @@ def test_the_page_of_a_job_under_kills(job: RunningJob, tmp_path: Path) -> None:
         # Who is refused, and that nothing of the job is in what he gets.
         mine = {"Authorization": f"Bearer {token}"}
         assert get(int(port), "/metrics", **mine)[0] == 200
-        for path in ("/", "/events", "/overview", "/metrics", "/page.js", "/rank?replica=0&rank=0", "/stack"):
+        for path in ("/", "/events", "/overview", "/metrics", "/page.js", "/rank?replica=0&shard=0", "/stack"):
             for headers, status in (
                 ({}, 401),
                 ({"Authorization": "Bearer wrong"}, 403),
@@ -250,7 +250,7 @@ def test_the_page_of_a_job_under_kills(job: RunningJob, tmp_path: Path) -> None:
                 got, answered, data = get(int(port), path, **headers)
                 assert (got, b"script.py" in data) == (status, False), (path, headers)
                 assert "frame-ancestors 'none'" in answered["Content-Security-Policy"]
-        wrong = {"/../../etc/passwd": 404, "//[": 404, "/rank?replica=0&rank=-1": 400, "/stack": 400}
+        wrong = {"/../../etc/passwd": 404, "//[": 404, "/rank?replica=0&shard=-1": 400, "/stack": 400}
         for path, status in wrong.items():
             assert get(int(port), path, **mine)[0] == status, path
         assert b'ftcomm_interruptions_total{cause="signal"} 2.0' in get(int(port), "/metrics", **mine)[2]

@@ -83,7 +83,7 @@ def test_what_did_not_happen_is_missing() -> None:
     story = Story(replicas=2, steps=2)
     story.event({"kind": "a kind of tomorrow", "mono": 0.0})
     for replica, final in ((0, "aa"), (1, "bb")):
-        story.event({"kind": "process_started", "mono": 1.0, "replica": replica, "rank": 0, "pid": 1})
+        story.event({"kind": "process_started", "mono": 1.0, "replica": replica, "shard": 0, "pid": 1})
         story.event({"kind": "report", "mono": 2.0, "replica": replica, "final_hash": final})
         story.event(
             {"kind": "report", "mono": 2.0, "replica": replica, "step": 0, "loss": 1.0, "tokens": 3, "counted": True}

@@ -403,6 +403,6 @@ def test_members_with_other_engines_say_so(tmp_path: Path) -> None:
         running.wait_event("view without 1", lambda events: _newest(events) == [0])
     for replica, (there, here) in enumerate((("host", "interpreter-kernel"), ("interpreter-kernel", "host"))):
         line = (tmp_path / f"log-{replica}").read_text().partition("\n")[0]
-        assert line.startswith(f"replica {replica} rank 0: replica {1 - replica} cannot take part: its staging is")
+        assert line.startswith(f"replica {replica} shard 0: replica {1 - replica} cannot take part: its staging is")
         assert f"is that of engine {there}, " in line
         assert f"here it is that of engine {here}, " in line

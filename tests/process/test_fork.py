@@ -36,7 +36,7 @@ def test_children_are_refused_and_leave_the_rank_alone(tmp_path: Path, transport
     refused = {note["call"]: note["text"] for _, _, note in notes if note["kind"] == "refused"}
     assert len(refused) == 16
     for text in refused.values():
-        assert f"replica {FORKER} rank 0" in text
+        assert f"replica {FORKER} shard 0" in text
         assert "forkserver" in text
     wrong = [note for _, _, note in notes if note["kind"] == "child"]
     assert [note["type"] for note in wrong] == ["ValueError", "SystemExit"]

@@ -187,7 +187,7 @@ def test_a_joiner_that_dies_at_every_point_of_its_joining(
             wait_dead(running, JOINER)
             go_on(running, {0, 1}, 2)
         running.start(JOINER)
-        finish(running, ALL, lambda replica, rank, _: (replica, rank) == (JOINER, 1))  # it outlived its rank 0
+        finish(running, ALL, lambda replica, rank, _: (replica, rank) == (JOINER, 1))  # it outlived its shard 0
 
 
 @pytest.mark.slow

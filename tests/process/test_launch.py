@@ -27,7 +27,7 @@ MARK = "FTCOMM_TEST_LAUNCH"  # in the environment of every process of a test
 
 WAIT_FOR_GO = """
 import os, sys, time
-replica, rank = os.environ["FTCOMM_REPLICA"], os.environ["FTCOMM_RANK"]
+replica, rank = os.environ["FTCOMM_REPLICA"], os.environ["FTCOMM_SHARD"]
 while not os.path.exists("go"):
     time.sleep(0.005)
 """
@@ -132,7 +132,7 @@ def test_all_finish(here: Path) -> None:
         own = [line for r, k, line in job.lines if (r, k) == (replica, rank)]
         own.remove("on stderr")
         assert own == [*expected, "without an end"]
-        logged = (here / "logs" / f"replica-{replica}.rank-{rank}.incarnation-0.log").read_text()
+        logged = (here / "logs" / f"replica-{replica}.shard-{rank}.incarnation-0.log").read_text()
         assert sorted(logged.replace("on stderr\n", "").split("\n")) == sorted(own)
     assert job.starts() == [1, 1]
     assert [event["code"] for event in job.of("process_exited")] == [0] * 4
@@ -220,7 +220,7 @@ def test_a_dead_rank_takes_its_replica_down_and_no_other(here: Path) -> None:
     job = Job(here, WAIT_FOR_GO + "print('over')", replicas=2, ranks_per_replica=3)
 
     def react(event: dict[str, Any]) -> None:
-        if event["kind"] == "process_started" and (event["replica"], event["rank"]) == (1, 2):
+        if event["kind"] == "process_started" and (event["replica"], event["shard"]) == (1, 2):
             os.kill(job.launcher.pids()[0, 1], signal.SIGKILL)
         if event["kind"] == "process_started" and job.starts() == [2, 1]:
             job.go()
@@ -228,10 +228,10 @@ def test_a_dead_rank_takes_its_replica_down_and_no_other(here: Path) -> None:
     job.react = react
     assert job.run() == run.FINISHED
     assert job.starts() == [2, 1]
-    lost = [(event["replica"], event["rank"]) for event in job.of("process_exited") if event["signal"]]
+    lost = [(event["replica"], event["shard"]) for event in job.of("process_exited") if event["signal"]]
     assert lost[0] == (0, 1)
     assert sorted(lost) == [(0, 0), (0, 1), (0, 2)]
-    assert any("replica 0 (rank 1, pid" in text for text in job.said)
+    assert any("replica 0 (shard 1, pid" in text for text in job.said)
 
 
 def test_restarts_end_and_the_others_go_on(here: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_wrong_setting_of_one_rank_ends_a_job_that_has_not_begun(here: Path) -
     """With its words on all replicas, and at once: a restart would not mend it, nor would the others begin without."""
     script = """
         import os
-        if (os.environ["FTCOMM_REPLICA"], os.environ["FTCOMM_RANK"]) == ("1", "0"):
+        if (os.environ["FTCOMM_REPLICA"], os.environ["FTCOMM_SHARD"]) == ("1", "0"):
             os.environ["FTCOMM_TRANSPORT"] = "bogus"
         import ftcomm
         ftcomm.init()
@@ -304,9 +304,9 @@ def test_a_wrong_setting_of_one_rank_ends_a_job_that_has_not_begun(here: Path) -
     job = Job(here, script, replicas=2, ranks_per_replica=2, backoff=1000.0)
     assert job.run() == run.FAILED
     assert job.starts() == [1, 1]
-    wrong = "rank 0 of replica 1 cannot start: FTCOMM_TRANSPORT='bogus'; expected one of"
+    wrong = "replica 1 shard 0 cannot start: FTCOMM_TRANSPORT='bogus'; expected one of"
     assert any(
-        f"InitError: replica 0 rank {rank} could not join the job" in line and wrong in line
+        f"InitError: replica 0 shard {rank} could not join the job" in line and wrong in line
         for _, rank, line in job.lines
     ), job.lines
     assert any("the job failed: it cannot begin" in text for text in job.said)

@@ -263,7 +263,7 @@ def test_a_killed_launcher_leaves_nothing(shell: Shell) -> None:
             subprocess.Popen(sleep, env={}),
             subprocess.Popen(["/bin/sh", "-c", '"$@" & "$@"', "sh", *sleep]),
         ]
-        name = f"ready-{os.environ['FTCOMM_REPLICA']}-{os.environ['FTCOMM_RANK']}"
+        name = f"ready-{os.environ['FTCOMM_REPLICA']}-{os.environ['FTCOMM_SHARD']}"
         open(name + ".part", "w").write(" ".join(str(child.pid) for child in children))
         os.rename(name + ".part", name)
         time.sleep(600)

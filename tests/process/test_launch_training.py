@@ -459,7 +459,7 @@ def test_a_rank_whose_control_thread_ends_is_told_and_started_again(
 
     assert job.run(plan) == run.DRAINED, job.said
     (told,) = (line for line in job.lines if line.startswith("told"))
-    assert told.startswith("told replica 1 rank 0: the control thread has ended: a file descriptor of it was closed ")
+    assert told.startswith("told replica 1 shard 0: the control thread has ended: a file descriptor of it was closed ")
     assert "let it close its own, or do so before ftcomm.init()" in told
     assert not any("Exception ignored" in line for line in job.lines), job.lines
     (ended,) = job.of("ending_removed")

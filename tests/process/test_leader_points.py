@@ -41,7 +41,7 @@ ALONE, COORDINATOR, ANOTHER, HELD = (
     "alone",
     "with the coordinator",
     "with another replica",
-    "while its rank 0 stays held",
+    "while its shard 0 stays held",
 )
 EACH = (ALONE, COORDINATOR, ANOTHER, HELD)  # in turn
 HEARTBEAT = 2.0

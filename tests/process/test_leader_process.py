@@ -1,4 +1,5 @@
-"""The leader of a replica of several ranks is a process beside its rank 0, whose interpreter carries nothing of others.
+"""The leader of a replica of several ranks is a process beside its shard 0, whose interpreter carries nothing of
+others.
 
 Each of the two is held, stopped or killed. The replica ends with either, and the others go on.
 """
@@ -212,8 +213,8 @@ def test_a_rank_0_that_is_killed_ends_its_leader_and_its_replica(tmp_path: Path,
         with hears_end(leader):
             running.processes[VICTIM, 0].kill()
             why = wait_removed(running, VICTIM)
-            says = f"its rank 0 is lost: its process {pid} has ended"  # the leader, and the members of the same host:
-            said = (says, "the process of its rank 0 died", f"its process {pid} ended")
+            says = f"its shard 0 is lost: its process {pid} has ended"  # the leader, and the members of the same host:
+            said = (says, "the process of its shard 0 died", f"its process {pid} ended")
             assert why in [f"lost {VICTIM}: {text}" for text in said], why
             assert running.join(VICTIM) == [-signal.SIGKILL, 1]
         [error] = [text for replica, _, text in running.errors() if replica == VICTIM]

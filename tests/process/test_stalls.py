@@ -124,7 +124,7 @@ def test_one_rank_of_a_replica_stands_still(tmp_path: Path, transport: str, rank
 
 
 def wait_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """Rank 1 of replica 1 stands still. Those of replica 2 meet before every step, so that its rank 0 waits for its
+    """Rank 1 of replica 1 stands still. Those of replica 2 meet before every step, so that its shard 0 waits for its
     rank 1, which waits for replica 1, and the other ranks 0 for replica 2."""
     ranks = [(group.replica, rank) for rank in range(group.shards)]
     mine = StaticGroup.in_job(group, "mine", ranks) if group.replica == 2 else None

@@ -98,7 +98,7 @@ def test_a_lost_replica_ends_the_static_groups_it_is_in(tmp_path: Path, transpor
     assert not [note for (kind, _, _), note in said.items() if kind == "wrong"]
     for rank in range(2):
         (lost,) = said["lost", 0, rank]
-        assert "(replica 1, rank " in lost["text"], f"seed {SEED}: {lost}"
+        assert "(replica 1 shard " in lost["text"], f"seed {SEED}: {lost}"
         assert lost["said"] == lost["text"]
         assert "replica 1 was lost" in said["no message", 0, rank][0]["text"]
         assert said["alone", 0, rank][0]["sum"] == 2.0**rank

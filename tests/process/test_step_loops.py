@@ -149,7 +149,7 @@ def test_an_op_before_the_loop_of_the_job_fails_at_who_comes_back_alone(here: Pa
     train_through(job)
     assert [line for line in job.lines if line.startswith("end")] == ["end 299 280"] * 3
     (refused,) = (line for line in job.lines if line.startswith("refused"))
-    assert "replica 1 rank 0 comes back to a job that is in step loop 2 of the script" in refused
+    assert "replica 1 shard 0 comes back to a job that is in step loop 2 of the script" in refused
     assert "has entered 0 so far" in refused
 
 

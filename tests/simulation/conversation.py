@@ -12,8 +12,8 @@ Replicas have a host each. A link that is cut delivers nothing until it is heale
 are abstract: one returns on a member when all members of its view run in that view and have called it. Signs of life
 (`Heartbeat`, `Alive`, `Ping`) are sent and not shown.
 
-In the output `1b` is the second life of replica 1, `1.0` its rank 0 where a replica has several, and `2*` a member that
-catches up. `A B -> C: text` stands for one message from A and one from B.
+In the output `1b` is the second life of replica 1, `1.0` its shard 0 where a replica has several, and `2*` a member
+that catches up. `A B -> C: text` stands for one message from A and one from B.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def test_one_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path) -
     with Job(tmp_path, replicas=1, body=saving.fail, checkpoints=str(tmp_path / "checkpoints")) as one:
         assert one.join(0) == [0], one.errors()
         (said,) = [note for _, _, note in one.notes() if note["kind"] == "failed"]
-        assert said["error"].startswith("replica 0 rank 0: the checkpoint of step 2 was not written to ")
+        assert said["error"].startswith("replica 0 shard 0: the checkpoint of step 2 was not written to ")
         assert "File too large" in said["error"]
         assert "It holds those of the steps [1]" in said["error"]
         assert said["left"] == ["step-00000001"], "what was not completed keeps the space"

@@ -99,7 +99,7 @@ def test_an_error_in_the_control_thread_fails_what_waits_for_it(ends: bool, monk
         assert told.wait(DEADLINE)
         assert "internal error in the control thread: " in failed[0]
         assert "no more" in failed[0]
-        assert failed[0].startswith("replica 0 rank 0: ") is ends
+        assert failed[0].startswith("replica 0 shard 0: ") is ends
         with pytest.raises(Gone, match="no more"):
             agents[0].boundary(1, DEADLINE)
         until(lambda: len(job.events_of("view")) == 2)

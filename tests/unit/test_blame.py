@@ -130,7 +130,7 @@ def test_who_does_not_wait_any_more_is_no_step_on_the_way() -> None:
 
 
 def test_ranks_of_one_replica_report_apart() -> None:
-    """Rank 0 and rank 1 of replica 0 are in different ops of their groups; replica 1 waits by its rank 1 alone."""
+    """Rank 0 and rank 1 of replica 0 are in different ops of their groups; replica 1 waits by its shard 1 alone."""
     blame = Blame(0.5, 5.0, 20.0)
     for now in range(7):
         blame.stalled(0, 0, 7, (1,), True, now)

@@ -312,7 +312,7 @@ def test_the_report_of_a_hundred_kills(tmp_path: Path, capsys: pytest.CaptureFix
     assert "50 / 99" in capsys.readouterr().out
     write(made, tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text())["kinds"][0]["faults"] == 100
-    assert as_dict(made)["faults"][3]["what"] == "kill replica 1 rank 0"
+    assert as_dict(made)["faults"][3]["what"] == "kill replica 1 shard 0"
     with pytest.raises(SettingsError, match=r"absent/report\.json: No such file or directory; choose"):
         write(made, tmp_path / "absent" / "report.json")
 
@@ -425,10 +425,10 @@ def test_a_fault_says_what_it_is() -> None:
     assert str(Fault(1, "oneway", (2,), other=COORDINATOR, outgoing=False)) == (
         "cut replica 2 from the coordinator, one way"
     )
-    assert str(Fault(1, "fork", (2,), (1,))) == "fork replica 2 rank 1"
-    assert str(Fault(1, "orphan", (2,), (1,))) == "kill replica 2 rank 1, whose forked children live on"
+    assert str(Fault(1, "fork", (2,), (1,))) == "fork replica 2 shard 1"
+    assert str(Fault(1, "orphan", (2,), (1,))) == "kill replica 2 shard 1, whose forked children live on"
     assert str(Fault(1, "hold", (0, 2), seconds=1.5)) == "hold the interpreters of replicas 0, 2"
     cut = Fault(1, "cut-off", seconds=2.0, other=COORDINATOR, outgoing=False)
     assert str(cut) == "cut the coordinator from everybody for 2.0 heartbeats, one way: it hears nobody"
-    assert str(Fault(1, "stop", (0,), (0, 1))) == "stop replica 0 ranks 0, 1"
+    assert str(Fault(1, "stop", (0,), (0, 1))) == "stop replica 0 shards 0, 1"
     assert "coordinator" in LOCAL

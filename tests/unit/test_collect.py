@@ -35,7 +35,7 @@ class Op:
 
 
 def recorded(folder: Path, replica: int, began: float) -> GroupRecorder:
-    path = folder / f"replica-{replica}.rank-0.pid-{os.getpid()}.recording"
+    path = folder / f"replica-{replica}.shard-0.pid-{os.getpid()}.recording"
     with open(path, "w+b") as file:
         file.truncate(PROCESS_SHAPE.size)
         recorder = Recorder(mmap.mmap(file.fileno(), PROCESS_SHAPE.size), PROCESS_SHAPE)

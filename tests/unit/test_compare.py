@@ -76,14 +76,14 @@ def test_the_one_that_differs_is_named_with_what_differs() -> None:
     got = verify(states, range(3))
     for error in got.values():
         assert isinstance(error, DivergenceError)
-        assert "the state of replica 1, rank 0, differs from that of replicas 0, 2: 2 of " in str(error)
+        assert "the state of replica 1, shard 0, differs from that of replicas 0, 2: 2 of " in str(error)
         assert "entries, model.0.weight, optimizer.param_groups[0].lr." in str(error)
 
 
 def test_of_two_nobody_knows_which() -> None:
     for error in verify({0: training(), 1: training(seed=1)}, range(2)).values():
         assert isinstance(error, DivergenceError)
-        assert "replicas 0, 1, rank 0, differs, and none has a majority" in str(error)
+        assert "replicas 0, 1, shard 0, differs, and none has a majority" in str(error)
         assert " more. Restart" in str(error)
 
 

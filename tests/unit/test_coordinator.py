@@ -116,7 +116,7 @@ def test_the_reason_of_a_loss_is_the_proof_that_came_before_it_could_be_decided_
 def test_what_a_launcher_has_seen_is_kept_until_it_can_be_decided_on() -> None:
     """Who is left only catches up, and does not hear one of its ranks, so it cannot say whether it has caught up."""
     script = catching_up(2, 1)
-    script.tell(11, m.Heartbeat(4, divided="its rank 1 has been silent for 5.0 s"))
+    script.tell(11, m.Heartbeat(4, divided="its shard 1 has been silent for 5.0 s"))
     script.tell(0, m.Finished(True))
     script.coordinator.job.finished[7] = 1.0  # it is not the training that is complete
     script.do(script.coordinator.exited(0, 3, script.now))
@@ -275,7 +275,7 @@ def test_a_victim_whose_own_deadline_is_later_is_asked_before_anybody_is_removed
 
 
 def test_a_victim_of_which_one_rank_waits_for_the_other_is_not_removed() -> None:
-    """Ranks 0 wait for replica 2, whose rank 0 waits for its rank 1; all ranks 1 wait for replica 1."""
+    """Ranks 0 wait for replica 2, whose rank 0 waits for its shard 1; all ranks 1 wait for replica 1."""
     script = Script(3)
     now = 100.0
     for second in range(7):
@@ -449,7 +449,7 @@ def test_the_last_holder_of_the_state_is_no_stall_for_who_catches_up() -> None:
 
 def test_nobody_is_sent_away_before_that_is_written_down() -> None:
     script = Script(3)
-    suspect = m.Suspect(1, "life-1", "its rank 0 is lost", True)
+    suspect = m.Suspect(1, "life-1", "its shard 0 is lost", True)
     actions = script.coordinator.receive(1, suspect, now=1.0)
     kinds = [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
     assert kinds.index(Persist) < kinds.index(m.Removed) < kinds.index(m.NewView)
@@ -539,7 +539,7 @@ def test_a_refusal_holds_as_long_though_nobody_runs() -> None:
     for by, other in ((0, 1), (1, 0)):
         script.tell(by, m.Suspect(other, f"life-{other}", "the link to it is down", False))
     pass_time(script, 0.3, speak=(0, 1, 2))
-    script.tell(0, m.Suspect(0, "life-0", "its rank 1 is lost: refused", False, 1))
+    script.tell(0, m.Suspect(0, "life-0", "its shard 1 is lost: refused", False, 1))
     suspended(script, 300.0, 0, 1, 2)
     pass_time(script, 0.3, speak=(0, 1, 2))
     assert script.newest[0] == (0, 1, 2)
@@ -548,13 +548,13 @@ def test_a_refusal_holds_as_long_though_nobody_runs() -> None:
 
 
 def test_a_replica_whose_addresses_begin_with_another_rank_is_refused() -> None:
-    """Whoever looks for its rank 0 would find none."""
+    """Whoever looks for its shard 0 would find none."""
     coordinator = Coordinator(2, 1, TIMEOUTS, views=[], now=0.0, lifetime=1)
     there = Addresses.of((Address("h", 1, "b", 7, 3, "0" * 32),), first=5)
     said = coordinator.receive(1, m.Join(1, "life", there, epoch=0, step=-1, timeouts=CHAIN), now=1.0)
     (word,) = [action.message for action in said if isinstance(action, Send)]
     assert isinstance(word, m.Removed)
-    assert "begin with rank 5" in word.reason
+    assert "begin with shard 5" in word.reason
     assert not coordinator.joiners.waiting
 
 
@@ -638,10 +638,10 @@ def test_a_port_that_refuses_is_no_end_as_long_as_the_connection_stands() -> Non
 
 def test_a_leader_that_does_not_hear_its_rank_takes_its_replica_out_and_not_the_last_ones() -> None:
     script = Script(3)
-    beats(script, 2 * TIMEOUTS.heartbeat, {0: "its rank 1 has been silent for 5.0 s"}, replicas=3)
+    beats(script, 2 * TIMEOUTS.heartbeat, {0: "its shard 1 has been silent for 5.0 s"}, replicas=3)
     assert script.newest[0] == (1, 2)
     script.install(1, 2)
-    lost = {replica: "its rank 1 has been silent for 5.0 s" for replica in (1, 2)}
+    lost = {replica: "its shard 1 has been silent for 5.0 s" for replica in (1, 2)}
     beats(script, 3 * TIMEOUTS.heartbeat, lost, replicas=3)
     assert script.newest[0] == (1, 2)
     assert not script.done
@@ -655,7 +655,7 @@ def test_of_two_the_one_goes_whose_rank_nobody_hears() -> None:
     """A rank of the other replica misses it as well, and may say so before its leader does."""
     script = Script(2)
     script.tell(1, m.Suspect(0, "life-0", "silent for 3.0 s", False, 1))
-    beats(script, 2 * TIMEOUTS.heartbeat, {0: "its rank 1 has been silent for 3.0 s"})
+    beats(script, 2 * TIMEOUTS.heartbeat, {0: "its shard 1 has been silent for 3.0 s"})
     assert script.newest[0] == (1,)
 
 
@@ -665,7 +665,7 @@ def test_who_holds_its_interpreter_has_as_long_as_the_user_says() -> None:
         script = Script(3)
         while len(script.views) == 1:
             script.now += 1.0
-            words = "its rank 1: its process lives but has not spoken" if held and script.now % 9 else ""
+            words = "its shard 1: its process lives but has not spoken" if held and script.now % 9 else ""
             for replica in range(3):
                 script.tell(replica, m.Heartbeat(4, words * (replica == 2)))
                 if replica < 2 and script.now > TIMEOUTS.op_floor:
@@ -729,7 +729,7 @@ def test_a_stall_of_a_replica_whose_leader_is_stopped_says_so_and_judges_no_rank
         script.coordinator.acknowledged(1, script.now)
         script.tick()
     assert script.newest[0] == (0,)
-    assert "; its leader, a process beside its rank 0, lives but has not spoken for" in script.views[-1].why
+    assert "; its leader, a process beside its shard 0, lives but has not spoken for" in script.views[-1].why
     assert "SIGSTOP" not in script.views[-1].why
 
 
@@ -809,7 +809,7 @@ def test_a_rank_that_its_leader_finds_refused_is_lost_if_another_host_takes_a_co
     script.outcomes["life-1"] = ProbeOutcome.REFUSED
     if refuses == "all":
         script.outcomes["life-0"] = ProbeOutcome.REFUSED
-        script.tell(0, m.Suspect(0, "life-0", "its rank 1 is lost: refused", False, 1))
-    script.tell(1, m.Suspect(1, "life-1", "its rank 1 is lost: refused", False, 1))
+        script.tell(0, m.Suspect(0, "life-0", "its shard 1 is lost: refused", False, 1))
+    script.tell(1, m.Suspect(1, "life-1", "its shard 1 is lost: refused", False, 1))
     assert script.newest[0] == ((0, 1) if refuses == "all" else (0,))
     assert script.done == []

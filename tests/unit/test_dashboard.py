@@ -150,16 +150,25 @@ def some_job() -> JobMonitor:
     job = JobMonitor("a1b2", "train.py", 2, 1, lambda replica: f"host{replica}")
     both = [{"replica": 0, "contributing": True}, {"replica": 1, "contributing": True}]
     for replica in (0, 1):
-        told(job, "process_started", 0.0, replica=replica, rank=0, pid=replica + 1)
+        told(job, "process_started", 0.0, replica=replica, shard=0, pid=replica + 1)
     told(job, "view", 1.0, "view 1", epoch=1, step=0, members=both, why="")
     told(job, "report", 5.0, replica=0, step=40)
     job.sample(5.0, {0: 40, 1: 40})
     told(
-        job, "process_exited", 6.0, "killed", replica=1, rank=0, pid=2, code=None, signal="SIGKILL", lines=["<b>hi</b>"]
+        job,
+        "process_exited",
+        6.0,
+        "killed",
+        replica=1,
+        shard=0,
+        pid=2,
+        code=None,
+        signal="SIGKILL",
+        lines=["<b>hi</b>"],
     )
     told(job, "view", 6.0, "view 2", epoch=2, step=None, members=both[:1], why="lost 1")
     job.sample(6.0, {0: 50})
-    told(job, "process_started", 8.0, replica=1, rank=0, pid=3)
+    told(job, "process_started", 8.0, replica=1, shard=0, pid=3)
     told(job, "view", 9.0, "view 3", epoch=3, step=60, members=both, why="")
     return job
 
@@ -330,14 +339,14 @@ def rank_slowdown(replica: int, share: float, named: str = "") -> SlowdownOfRank
 def test_the_slowest_of_all_groups_come_first_and_are_few() -> None:
     groups = [
         SlowdownOfGroup("job", 100, 1.0, tuple(rank_slowdown(r, r / 100) for r in range(10)), (), ()),
-        SlowdownOfGroup("job, rank 1", 100, 1.0, (rank_slowdown(77, 0.01, "compute"),), (), ()),
+        SlowdownOfGroup("job, shard 1", 100, 1.0, (rank_slowdown(77, 0.01, "compute"),), (), ()),
     ]
     assert [one.rank[0] for one in slowest(groups)] == [77, 9, 8, 7, 6, 5, 4, 3]
 
 
 def recorded(folder: Path, replica: int, rank: int, ops: int = 100) -> Path:
     """A recording of this process, of all-reduces of 1 ms in seconds of their own."""
-    path = folder / f"replica-{replica}.rank-{rank}.pid-{os.getpid()}.recording"
+    path = folder / f"replica-{replica}.shard-{rank}.pid-{os.getpid()}.recording"
     with open(path, "w+b") as file:
         file.truncate(layout.PROCESS_SHAPE.size)
         recorder = Recorder(mmap.mmap(file.fileno(), layout.PROCESS_SHAPE.size), layout.PROCESS_SHAPE)

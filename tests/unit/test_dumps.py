@@ -61,7 +61,7 @@ class Rank:
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         owner = self.recording()
-        (folder / f"replica-{owner.replica}.rank-{owner.shard}.pid-1.recording").write_bytes(self.recorder.memory)
+        (folder / f"replica-{owner.replica}.shard-{owner.shard}.pid-1.recording").write_bytes(self.recorder.memory)
 
 
 def _record(group: GroupRecorder, made: Op, called: float, returned: float) -> None:
@@ -250,7 +250,7 @@ def test_the_trace_has_all_ops_on_one_clock_and_lines_of_what_overlaps() -> None
     assert len(events) == 2 * 5
     assert {event["pid"] for event in made["traceEvents"]} == {1, 2}  # Perfetto takes 32 bits
     names = {event["args"]["name"] for event in made["traceEvents"] if event["name"] == "process_name"}
-    assert any(name.startswith("replica 98303 rank 0 (") for name in names), names
+    assert any(name.startswith("replica 98303 shard 0 (") for name in names), names
     mine = [event for event in events if event["pid"] == 1]
     spans = {event["args"]["number"]: event for event in mine if event["cat"] == "op"}
     [step] = [event for event in mine if event["cat"] == "phase"]
@@ -274,7 +274,7 @@ def test_a_dump_is_whole_or_not_there_and_the_newest_are_kept(tmp_path: Path, mo
     rank = Rank(0, 1)
     rank.op(0, called=1.0)
     rank.save(recordings)
-    (recordings / "replica-9.rank-0.pid-2.recording").write_bytes(b"FTCOMMFR" + bytes(5000))
+    (recordings / "replica-9.shard-0.pid-2.recording").write_bytes(b"FTCOMMFR" + bytes(5000))
     made = [write(recordings, "run", "stall") for _ in range(dump.KEPT + 2)]
     left = sorted(path.name for path in dump.dump_dir().iterdir())
     assert len(left) == dump.KEPT
@@ -295,7 +295,7 @@ def test_a_dump_is_whole_or_not_there_and_the_newest_are_kept(tmp_path: Path, mo
     summary = msgspec.json.decode((made[-1] / "dump.json").read_bytes(), type=DumpSummary)
     assert summary.ranks == [0]
     assert sorted(Path(text.partition(": ")[0]).stem for text in summary.unread) == [
-        *("folder", "link", "pipe", "replica-9.rank-0.pid-2"),
+        *("folder", "link", "pipe", "replica-9.shard-0.pid-2"),
     ]
     assert not any(b"somebody else" in path.read_bytes() for path in made[-1].iterdir())
 
@@ -379,7 +379,7 @@ def test_which_events_are_dumped() -> None:
     assert cause_of({"kind": "divergence"}) == "divergence"
     assert cause_of({"kind": "step_failed", "error": "MismatchError: ...", "mismatch": True}) == "mismatch"
     assert cause_of({"kind": "step_failed", "error": "ValueError: MismatchError", "mismatch": False}) == ""
-    suspect = {"kind": "suspect", "reason": "its rank 0 is lost: its script failed with MismatchError"}
+    suspect = {"kind": "suspect", "reason": "its shard 0 is lost: its script failed with MismatchError"}
     for fields, cause in (({"error": "MismatchError"}, "mismatch"), ({"error": "ValueError"}, ""), ({"code": 1}, "")):
         assert cause_of({**suspect, **fields}) == cause
     assert cause_of(suspect) == "", "what it says to people decides nothing"

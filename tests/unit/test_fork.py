@@ -51,7 +51,7 @@ def participant() -> Iterator[object]:
         pass
 
     rank = Rank()
-    fork.take_part(rank, "replica 3 rank 1")
+    fork.take_part(rank, "replica 3 shard 1")
     yield rank
     fork.part(rank)
 
@@ -194,7 +194,7 @@ def test_who_takes_part_may_call_and_its_children_may_not(participant: object) -
     said = in_child(child)
     assert "forked child of process" in said
     assert str(os.getpid()) in said
-    assert "replica 3 rank 1" in said
+    assert "replica 3 shard 1" in said
     assert "spawn or forkserver" in said
     assert said.endswith("True"), "a child of a child may"
 

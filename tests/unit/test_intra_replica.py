@@ -172,7 +172,7 @@ def test_a_rank_is_in_its_next_loop_while_rank_0_has_not_left_the_last_one():
 def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():
     first, second = ranks_of(2, timeout=0.3)
     inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
-    with pytest.raises(CollectiveTimeout, match=r"replica 2 rank 0: the other ranks .* did not come"):
+    with pytest.raises(CollectiveTimeout, match=r"replica 2 shard 0: the other ranks .* did not come"):
         inside.exchange(b"alone", max)
     inside.close()
     other.close()

@@ -295,13 +295,13 @@ def test_text_for_events() -> None:
     assert describe(view) == "view 4 from step 12: replicas 0, 1, and catching up replica 3 (join 3)"
     assert describe({"kind": "view", "epoch": 5, "step": None, "members": [], "why": ""}) == "view 5: nobody"
     assert describe({"kind": "report", "replica": 0, "loss": 1.0}) is None
-    pauses = {"kind": "training_pauses", "replica": 0, "rank": 0, "step": 7, "contributing": 1, "least": 2}
+    pauses = {"kind": "training_pauses", "replica": 0, "shard": 0, "step": 7, "contributing": 1, "least": 2}
     assert describe(pauses) == "training pauses before step 7: 1 of at least 2 replicas contribute"
     assert describe({"kind": "training_goes_on", "step": 7, "seconds": 1.5}) == (
         "training goes on with step 7 after 1.5 s"
     )
-    failed = {"kind": "step_failed", "replica": 2, "rank": 1, "step": 3, "error": "OutOfMemoryError: no room"}
-    assert describe(failed) == "replica 2 rank 1 failed in step 3: OutOfMemoryError: no room"
+    failed = {"kind": "step_failed", "replica": 2, "shard": 1, "step": 3, "error": "OutOfMemoryError: no room"}
+    assert describe(failed) == "replica 2 shard 1 failed in step 3: OutOfMemoryError: no room"
     assert describe({"kind": "step_discarded", "step": 3, "verdict": "repeat"}) == "step 3 is repeated, by vote"
     assert describe({"kind": "step_discarded", "step": 3, "verdict": "skip"}) == "step 3 has no update, by vote"
     assert describe({"kind": "suspect", "replica": 1, "reason": "it died", "by": 0}) == (

@@ -28,7 +28,7 @@ def test_ranks_that_follow_each_other_are_a_replica(launcher: tuple[str, str, st
 def test_a_launcher_for_each_replica_knows_the_rank_alone() -> None:
     own = {"FTCOMM_REPLICA": "1", "FTCOMM_REPLICAS": "4", "FTCOMM_RANKS_PER_REPLICA": "8"}
     assert place(own | {"RANK": "3", "WORLD_SIZE": "8"}) == (1, 4, 3)
-    assert place(own | {"RANK": "3", "WORLD_SIZE": "8", "FTCOMM_RANK": "5"}) == (1, 4, 5)
+    assert place(own | {"RANK": "3", "WORLD_SIZE": "8", "FTCOMM_SHARD": "5"}) == (1, 4, 5)
 
 
 def test_the_innermost_launcher_counts() -> None:
@@ -49,7 +49,7 @@ def test_the_innermost_launcher_counts() -> None:
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "FTCOMM_RANKS_PER_REPLICA": "2"},
             "FTCOMM_RANKS_PER_REPLICA=2 among 3 ranks: a job is replicas x ranks of each",
         ),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "FTCOMM_RANKS_PER_REPLICA": "two"}, "FTCOMM_REPLICA is not set"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "FTCOMM_RANKS_PER_REPLICA": "two"}, "='two'; expected an integer"),
         ({}, "FTCOMM_REPLICA is not set; `ftcomm run` sets it, and torchrun, mpirun and srun say it"),
     ],
 )

@@ -32,7 +32,7 @@ def promise(made: Leader) -> None:
 def test_a_leader_passes_on_how_the_script_of_a_rank_has_ended() -> None:
     script = ScriptEnd("KeyError")
     said = leader(0).from_rank(0, m.Finished(False, str(script), script))
-    text = "its rank 0 is lost: its script failed with KeyError"
+    text = "its shard 0 is lost: its script failed with KeyError"
     assert said[0] == ToCoordinator(m.Suspect(0, "life-0", text, True, script=script))
 
 
@@ -172,7 +172,7 @@ def test_a_rank_that_is_started_again_alone_ends_its_replica() -> None:
     made = of_two()
     assert made.join() is not None
     lost = [x.message for x in made.from_rank(1, m.Hello(1, address(5, 1))) if isinstance(x, ToCoordinator)]
-    assert lost == [m.Suspect(0, "life-0", "its rank 1 is lost: it was started again, and its replica was not", True)]
+    assert lost == [m.Suspect(0, "life-0", "its shard 1 is lost: it was started again, and its replica was not", True)]
 
 
 def test_a_rank_of_an_earlier_life_counts_for_nothing_in_the_next() -> None:
@@ -320,7 +320,7 @@ def missed_by_its_leader(ranks: int) -> float:
         heartbeats = [x.message for x in made.tick(now) if isinstance(x, ToCoordinator)]
         divided = [x.divided for x in heartbeats if isinstance(x, m.Heartbeat) and x.divided]
         if divided:
-            assert divided[0].startswith("its rank 7 has been silent for ")
+            assert divided[0].startswith("its shard 7 has been silent for ")
             return now
     pytest.fail("it is never missed")
 

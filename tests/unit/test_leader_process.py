@@ -1,4 +1,4 @@
-"""The leader of a replica of several ranks and its rank 0, which are two processes: what they say again, and how one
+"""The leader of a replica of several ranks and its shard 0, which are two processes: what they say again, and how one
 ends with the other."""
 
 from __future__ import annotations
@@ -175,9 +175,9 @@ def test_a_leader_tells_all_that_rank_0_has_ended_after_what_that_has_said_last(
         until(lambda: isinstance(agents[1]._failed, act.Failed))
         why = "it has no data" if said else f"its process {led.process._charge.pid} has ended"
         assert agents[1]._failed is not None
-        assert agents[1]._failed.reason == f"replica 0 cannot go on: its rank 0 is lost: {why}"
+        assert agents[1]._failed.reason == f"replica 0 cannot go on: its shard 0 is lost: {why}"
         until(lambda: bool(job.events_of("suspect")))
-        assert job.events_of("suspect")[0]["reason"] == f"its rank 0 is lost: {why}"
+        assert job.events_of("suspect")[0]["reason"] == f"its shard 0 is lost: {why}"
     finally:
         job.close()
 

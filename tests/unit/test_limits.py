@@ -160,7 +160,7 @@ except TransportError as error:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=230)
     assert "group 'many' of 256 members needs up to 8" in done.stdout, done.stderr
     assert "may have 512" in done.stdout
-    assert "replica 0 rank 0 needs up to 82" in done.stdout
+    assert "replica 0 shard 0 needs up to 82" in done.stdout
     assert "open files, and this process may have 512; raise the limit (ulimit -n 82" in done.stdout
 
 

@@ -184,14 +184,14 @@ class Script:
 
 def test_a_kill_costs_the_survivors_little_and_the_lost_one_much() -> None:
     job = Script()
-    job.say("process_exited", 100, replica=2, rank=0, code=None, signal="SIGKILL", lines=["hello"])
+    job.say("process_exited", 100, replica=2, shard=0, code=None, signal="SIGKILL", lines=["hello"])
     job.say("suspect", 0.01, replica=2, by=0, reason="its process died")
     job.view({0: True, 1: True}, 0.02, why="lost 2: its process died")
     for replica in (0, 1):
         for rank in range(RANKS):
-            job.say("resumed", 0.001, replica=replica, rank=rank, epoch=2, resume_ms=50.0)
-    job.say("process_exited", 0, replica=2, rank=1, code=None, signal="SIGKILL")  # its other rank, by the launcher
-    job.say("process_started", 1, replica=2, rank=0, pid=1)
+            job.say("resumed", 0.001, replica=replica, shard=rank, epoch=2, resume_ms=50.0)
+    job.say("process_exited", 0, replica=2, shard=1, code=None, signal="SIGKILL")  # its other rank, by the launcher
+    job.say("process_started", 1, replica=2, shard=0, pid=1)
     job.view({0: True, 1: True, 2: False}, 4, step=50)
     job.view({0: True, 1: True, 2: True}, 2, step=60)
     [one] = job.all()
@@ -210,7 +210,7 @@ def test_a_stall_is_paid_from_its_beginning() -> None:
     job = Script()
     job.view({0: True, 1: True}, 100, why="lost 2: op 9 waits for it")
     job.say("removed", 0, replica=2, removal="stall", reason="op 9 waits for it", lasted=30.0)
-    job.say("process_exited", 5, replica=2, rank=0, code=None, signal="SIGTERM")
+    job.say("process_exited", 5, replica=2, shard=0, code=None, signal="SIGTERM")
     [one] = job.all()
     assert one.cause.kind is Kind.STALL
     assert one.price["detection"] == pytest.approx(30 * 2 * RANKS)
@@ -221,9 +221,9 @@ def test_how_a_script_has_ended_is_known_whatever_was_said_before_and_after() ->
     """A complaint came first, and a view of another loss came before the one without the replica."""
     job = Script(4)
     job.say("suspect", 1, replica=2, by=0, reason="silent for 1.0 s", silent=True)
-    job.say("suspect", 1, replica=2, by=2, reason="its rank 0 is lost", error="KeyError")
+    job.say("suspect", 1, replica=2, by=2, reason="its shard 0 is lost", error="KeyError")
     job.view({0: True, 1: True, 2: True}, 1, why="lost 3: its process died")
-    job.view({0: True, 1: True}, 1, why="lost 2: its rank 0 is lost")
+    job.view({0: True, 1: True}, 1, why="lost 2: its shard 0 is lost")
     one = next(one for one in job.all() if one.replica == 2)
     assert (one.cause.kind, one.cause.detail) == (Kind.PROGRAM, "its script failed with KeyError")
 
@@ -273,9 +273,9 @@ def test_who_leaves_after_its_leave_was_withdrawn_is_one_interruption(step: int 
 def test_who_is_lost_again_while_catching_up_is_two_interruptions() -> None:
     job = Script()
     job.view({0: True, 1: True}, 10)
-    job.say("process_started", 1, replica=2, rank=0, pid=5)
-    job.say("process_exited", 1, replica=2, rank=0, code=1, signal=None, lines=["OSError: no"])
-    job.say("process_started", 1, replica=2, rank=0, pid=6)
+    job.say("process_started", 1, replica=2, shard=0, pid=5)
+    job.say("process_exited", 1, replica=2, shard=0, code=1, signal=None, lines=["OSError: no"])
+    job.say("process_started", 1, replica=2, shard=0, pid=6)
     job.view({0: True, 1: True, 2: False}, 1, step=5)
     job.view({0: True, 1: True}, 1)
     first, second = job.all()
@@ -311,7 +311,7 @@ def test_the_end_of_a_job_is_no_interruption() -> None:
     done, drained = Script(), Script()
     for replica in range(3):
         done.say("finished", 1, replica=replica)
-        done.say("process_exited", 0, replica=replica, rank=0, code=0, signal=None)
+        done.say("process_exited", 0, replica=replica, shard=0, code=0, signal=None)
         done.view({other: True for other in range(replica + 1, 3)}, 2)
     drained.say("draining", 1)
     drained.view({}, 1, step=5)
@@ -322,7 +322,7 @@ def test_of_many_interruptions_the_newest_are_kept_and_all_are_counted(monkeypat
     def kills(written: bool) -> Script:
         job = Script()
         for number in range(20):
-            job.say("process_exited", 5, replica=2, rank=0, code=number % 2, signal=None, lines=["a line"])
+            job.say("process_exited", 5, replica=2, shard=0, code=number % 2, signal=None, lines=["a line"])
             job.say("suspect", 0.1, replica=2, by=0, reason="its process died")
             job.view({0: True, 1: True}, 0.2)
             job.view({0: True, 1: True, 2: True}, 3, step=number)
@@ -371,7 +371,7 @@ def test_no_history_makes_a_gpu_second_cost_twice(seed: int) -> None:
             kind,
             after,
             replica=replica,
-            rank=draw.randrange(RANKS),
+            shard=draw.randrange(RANKS),
             code=draw.choice((None, 0, 1)),
             signal=draw.choice((None, "SIGKILL")),
             epoch=job.epoch,
@@ -398,7 +398,7 @@ def test_the_grid_of_many_ranks_has_few_cells() -> None:
     waits = [0.0] * 8192
     waits[8191] = 2.5
     job.waits(1, waits)
-    job.event({"kind": "process_started", "mono": 0.0, "time": 1.0, "replica": 0, "rank": 0, "pid": 1})
+    job.event({"kind": "process_started", "mono": 0.0, "time": 1.0, "replica": 0, "shard": 0, "pid": 1})
     seen = job.overview(1.0, 0.0)
     assert seen.ranks_per_cell == 8192 // CELLS
     assert [len(row.cells) for row in seen.rows] == [CELLS, CELLS]
@@ -415,7 +415,7 @@ def test_what_ranks_write_commands_no_terminal() -> None:
     job = JobMonitor("run", "train.py", 2, 1)
     both = [{"replica": r, "contributing": True} for r in range(2)]
     job.event({"kind": "view", "mono": 1.0, "time": 1.0, "epoch": 1, "members": both, "step": 0, "why": ""}, ESCAPES)
-    exited = {"kind": "process_exited", "replica": 1, "rank": 0, "pid": 2, "code": 1, "lines": ["at x.py", ESCAPES]}
+    exited = {"kind": "process_exited", "replica": 1, "shard": 0, "pid": 2, "code": 1, "lines": ["at x.py", ESCAPES]}
     job.event(exited | {"mono": 2.0, "time": 2.0}, ESCAPES)
     job.event({"kind": "removed", "mono": 2.0, "time": 2.0, "replica": 1, "reason": ESCAPES}, ESCAPES)
     alone = {"kind": "view", "mono": 3.0, "time": 3.0, "epoch": 2, "members": both[:1], "step": None, "why": ESCAPES}

@@ -199,6 +199,43 @@ def test_comments_begin_with_what_they_speak_of(folder: str) -> None:
     assert not found, "name it: a member, a replica, a process, a reader"
 
 
+def ranks_by_shard(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Texts that call the index of a rank inside its replica a rank."""
+    for node in ast.walk(module):
+        text = ""
+        if isinstance(node, ast.JoinedStr):
+            text = ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+            text = node.value
+        if re.search(
+            r"\brank \{[^}]*shard|replica (\{[^}]*\}|%\w|\d+),? rank\b|rank (\{[^}]*\}|%\w|\d+) of replica", text
+        ):
+            yield node.lineno, text
+
+
+def test_a_text_that_calls_a_shard_a_rank_is_seen() -> None:
+    wrong = (
+        'f"its rank {self.shard} is lost"',
+        'f"replica {r} rank {i}: no"',
+        '"replica %d rank %d"',
+        'f"rank {i} of replica 1"',
+    )
+    right = ('f"rank {i} (replica {r} shard {s})"', 'f"rank {group.rank}"', '"the ranks of replica 1"')
+    seen = {text for text in (*wrong, *right) if any(ranks_by_shard(ast.parse(text)))}
+    assert seen == set(wrong)
+
+
+@folders
+def test_a_rank_with_a_number_is_the_global_one(folder: str) -> None:
+    found = [
+        f"{file}:{line}: {text}"
+        for file, module in modules().items()
+        if file.startswith(f"{folder}/")
+        for line, text in ranks_by_shard(module)
+    ]
+    assert not found, "torchrun and Slurm count ranks over the job: see ftcomm.control.rank_name"
+
+
 def root_of(node: ast.expr) -> str | None:
     """`x` of `x.y(...)[i].z`."""
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):

@@ -72,7 +72,7 @@ def test_who_is_short_of_something_blames_no_other_and_in_the_end_itself() -> No
         assert not said(actions, m.Stalled)
         now += 1.0
     assert said(node.short("no descriptors", now), m.Suspect) == [
-        m.Suspect(0, "life-0", "its rank 0 is lost: no descriptors", True)
+        m.Suspect(0, "life-0", "its shard 0 is lost: no descriptors", True)
     ]
 
 

@@ -109,14 +109,14 @@ def test_a_leader_says_whom_of_its_ranks_it_does_not_hear_and_who_does_not_hear_
         node.from_rank(1, m.Heartbeat(0), now)
         node.from_rank(2, message, now)
         words += [beat.divided for beat in said(node.tick(now), m.Heartbeat)]  # type: ignore[attr-defined]
-    assert words == ["", "its rank 2 does not hear its leader", ""]
+    assert words == ["", "its shard 2 does not hear its leader", ""]
     actions = []
     for second in range(3, 250):
         node.from_rank(2, m.Heartbeat(0), float(second))
         actions += node.tick(float(second))
         ended = any(isinstance(action, act.Failed) for action in actions)
         assert ended == (second > TIMEOUTS.give_up + 2), second
-    assert said(actions, m.Heartbeat)[10].divided.startswith("its rank 1 has been silent for")  # type: ignore[attr-defined]
+    assert said(actions, m.Heartbeat)[10].divided.startswith("its shard 1 has been silent for")  # type: ignore[attr-defined]
     assert [message.proof for message in said(actions, m.Suspect)] == [True]  # type: ignore[attr-defined]
 
 
@@ -130,11 +130,11 @@ def test_a_rank_that_lives_and_does_not_speak_is_kept_and_told_of() -> None:
         assert not said(actions, m.Suspect)
         mute = said(actions, m.Heartbeat)[0].mute  # type: ignore[attr-defined]
         assert bool(mute) == (now > TIMEOUTS.unheard)
-    assert mute.startswith("its rank 1: its process lives but has not spoken for 59 s: it holds the interpreter lock")
+    assert mute.startswith("its shard 1: its process lives but has not spoken for 59 s: it holds the interpreter lock")
     node.from_rank(1, m.Heartbeat(3), 60.0)
     assert said(node.tick(60.0), m.Heartbeat) == [m.Heartbeat(3)]
     beats = [x for now in range(61, 80) for x in said(node.tick(float(now)), m.Heartbeat)]
-    assert beats[-1].divided == "its rank 1 has been silent for 19.0 s"  # type: ignore[attr-defined]
+    assert beats[-1].divided == "its shard 1 has been silent for 19.0 s"  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_fails_tells_its_leader_which_would_wait_for_it_as_long_as_it_lives() -> None:
@@ -142,7 +142,7 @@ def test_a_rank_that_fails_tells_its_leader_which_would_wait_for_it_as_long_as_i
     assert isinstance(said_last, n.Up)
     leader = running(ranks=2)
     actions = leader.from_rank(1, said_last.message, 0.0)
-    assert [x.reason for x in said(actions, m.Suspect)] == ["its rank 1 is lost: out of memory"]  # type: ignore[attr-defined]
+    assert [x.reason for x in said(actions, m.Suspect)] == ["its shard 1 is lost: out of memory"]  # type: ignore[attr-defined]
     assert any(isinstance(action, act.Failed) for action in actions)
 
 

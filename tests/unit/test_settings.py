@@ -35,7 +35,7 @@ def test_everything() -> None:
     settings = Settings.from_env(
         {
             **GOOD,
-            "FTCOMM_RANK": "1",
+            "FTCOMM_SHARD": "1",
             "FTCOMM_RANKS_PER_REPLICA": "2",
             "FTCOMM_LEADER": "[::1]:4000",
             "FTCOMM_LEADER_FD": "7",
@@ -70,7 +70,8 @@ def test_everything() -> None:
         ({"FTCOMM_REPLICA": "two"}, "FTCOMM_REPLICA='two'; expected an integer"),
         ({"FTCOMM_REPLICA": "-1"}, "expected a replica number from 0"),
         ({"FTCOMM_REPLICAS": "0"}, "of which there is at least one"),
-        ({"FTCOMM_RANK": "1"}, "expected a rank from 0 to 0"),
+        ({"FTCOMM_SHARD": "1"}, "expected the index of the rank in its replica, 0 to 0"),
+        ({"FTCOMM_RANKS_PER_REPLICA": "2"}, "FTCOMM_SHARD is not set"),
         (
             {"FTCOMM_REPLICAS": "17", "FTCOMM_ENGINE": "gpu-kernel"},
             "FTCOMM_REPLICAS=17 with FTCOMM_ENGINE=gpu-kernel, whose kernels have room for 16 replicas; set",
@@ -99,8 +100,11 @@ def test_everything() -> None:
         ({"FTCOMM_TLS_CERT": "cert.pem"}, "TLS needs FTCOMM_TLS_CERT and FTCOMM_TLS_KEY"),
         ({"FTCOMM_TLS_CA": "ca.pem"}, "TLS needs FTCOMM_TLS_CERT and FTCOMM_TLS_KEY"),
         ({"FTCOMM_SMS": "0"}, "FTCOMM_SMS=0; expected at least 1"),
-        ({"FTCOMM_RANKS_PER_REPLICA": "2"}, "FTCOMM_LEADER is not set"),
-        ({"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_LEADER": "x"}, "FTCOMM_LEADER='x'; expected host:port"),
+        ({"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_SHARD": "0"}, "FTCOMM_LEADER is not set"),
+        (
+            {"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_SHARD": "0", "FTCOMM_LEADER": "x"},
+            "FTCOMM_LEADER='x'; expected host:port",
+        ),
         ({"FTCOMM_TRANSPORT": "pigeon"}, "expected one of auto, shm, nixl, tcp"),
         ({"FTCOMM_OP_TIMEOUT": "0"}, "FTCOMM_OP_TIMEOUT='0'; expected a positive number of seconds"),
         ({"FTCOMM_OP_TIMEOUT": "soon"}, "expected a positive number of seconds"),

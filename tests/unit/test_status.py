@@ -42,7 +42,7 @@ def test_several_hosts_are_a_column_and_the_rank_that_waits_longest_is_named() -
     assert lines[2][:3] == ["replica", "host", "state"]
     assert "waits" in lines[2]
     assert lines[4][:4] == ["0", "10.0.0.1", "running", "contributes"]
-    assert " ".join(lines[4]).endswith("41 3.1 s (rank 1) - 1 11 12")
+    assert " ".join(lines[4]).endswith("41 3.1 s (shard 1) - 1 11 12")
     assert " ".join(lines[5]).endswith("41 - - 1 11 12")
 
 

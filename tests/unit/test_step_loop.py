@@ -82,10 +82,10 @@ def test_a_vote_is_called_again_until_the_others_have_come_to_it():
 def test_what_is_no_verdict_is_refused_where_it_is_said_and_ends_nobody_else():
     members = Members([(0, Verdict.COMMIT)])
     for said in (9, 0, None):
-        with pytest.raises(ArgumentError, match=f"replica 1 rank 0: a vote of {said}; expected one of COMMIT, SKIP"):
+        with pytest.raises(ArgumentError, match=f"replica 1 shard 0: a vote of {said}; expected one of COMMIT, SKIP"):
             Voter(members).take(said)
     assert members.ballots == []
-    with pytest.raises(ArgumentError, match="replica 1 rank 0: a vote of 7"):
+    with pytest.raises(ArgumentError, match="replica 1 shard 0: a vote of 7"):
         outcome(Voters(), math.nan, nan=lambda step: 7)
     assert Voter(Members([(0, 250)])).take(Verdict.COMMIT)[0] is Verdict.REPEAT, "who says that has not done the step"
     assert Voter(Members([(0, 250), (2, Verdict.RAISE)])).take(Verdict.COMMIT)[0] is Verdict.RAISE
@@ -99,7 +99,7 @@ def test_a_vote_that_another_thread_of_this_rank_is_in_the_way_of_says_so():
 
     members.allreduce = crossed
     with pytest.raises(
-        ArgumentError, match=r"replica 1 rank 0 cannot vote on its step, .* loop's group: thread 'saver'"
+        ArgumentError, match=r"replica 1 shard 0 cannot vote on its step, .* loop's group: thread 'saver'"
     ):
         Voter(members).take(Verdict.COMMIT)
 

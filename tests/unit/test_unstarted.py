@@ -32,7 +32,7 @@ from tests.rigs.asyncio_client import Conversation, open_socket
 from tests.rigs.coordinator_script import TIMEOUTS, Script, joins
 from tests.rigs.peers import DEADLINE
 
-WRONG = "rank 1 of replica 1 cannot start: FTCOMM_TRANSPORT='bogus'"
+WRONG = "replica 1 shard 1 cannot start: FTCOMM_TRANSPORT='bogus'"
 
 
 def rank(replica: int, shard: int = 0) -> NamedRank:
@@ -237,7 +237,7 @@ def test_a_long_reason_fits_into_an_opening(letter: str) -> None:
     assert opening is not None
     assert len(opening) <= handshake.MAX_HANDSHAKE
     taken = msgspec.msgpack.decode(opening, type=handshake.Opening)
-    assert handshake.text(taken.fields, "reason") == f"rank 1 of replica 3 cannot start: {letter * 5000}"[:598]
+    assert handshake.text(taken.fields, "reason") == f"replica 3 shard 1 cannot start: {letter * 5000}"[:598]
     assert NamedRank.read(taken.fields) == NamedRank(3, 1, leader)
 
 
@@ -269,7 +269,7 @@ def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.Mo
                     talk.write(m.encode(join))
                     assert isinstance(await said(talk), m.Queued)
                 heard.append(talk)
-            env = {"COORDINATOR": f"127.0.0.1:{port}", "TOKEN": token, "REPLICA": "1", "REPLICAS": "998", "RANK": "1"}
+            env = {"COORDINATOR": f"127.0.0.1:{port}", "TOKEN": token, "REPLICA": "1", "REPLICAS": "998", "SHARD": "1"}
             env["LEADER"] = "there:2"
             for name, value in env.items():
                 monkeypatch.setenv(f"FTCOMM_{name}", value)
@@ -277,7 +277,7 @@ def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.Mo
                 await asyncio.to_thread(ftcomm.init)
             other, sibling = [await said(talk) for talk in heard]
             assert isinstance(sibling, m.Removed)
-            assert sibling.reason.startswith("rank 1 of replica 1 cannot start: FTCOMM_REPLICAS and")
+            assert sibling.reason.startswith("replica 1 shard 1 cannot start: FTCOMM_REPLICAS and")
             assert other == sibling
             assert [event["reason"] for event in events if event["kind"] == "refused"] == [sibling.reason]
         finally:

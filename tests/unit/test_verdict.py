@@ -420,7 +420,7 @@ def test_waits_lead_through_other_ranks_of_a_replica() -> None:
         rank(1, op(2, on=((1, 1),), group="mine", column=-1)),
         rank(1, shard=1, stacks=stacks(SCRIPT)),
     )
-    expect(facts, StallCause.OWN_CODE, ((1, 1),), "Replica 1 rank 1 is in its own code")
+    expect(facts, StallCause.OWN_CODE, ((1, 1),), "Replica 1 shard 1 is in its own code")
 
 
 def test_nobody_waits() -> None:

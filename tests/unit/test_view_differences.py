@@ -65,7 +65,7 @@ def test_a_table_has_the_addresses_that_it_was_made_of(ranks: list[Address], fir
         assert coder.decode(coder.encode(table), type=Addresses) == table
     for rank in (first - 1, first + len(ranks)):
         assert not table.has(rank)
-        with pytest.raises(IndexError, match=f"rank {rank}, in a table of {len(ranks)} from rank {first} on"):
+        with pytest.raises(IndexError, match=f"shard {rank}, in a table of {len(ranks)} from shard {first} on"):
             table[rank]
     for i in range(len(ranks)):
         assert table.part(first + i, 1) == Addresses.of((ranks[i],), first + i)
@@ -224,7 +224,7 @@ def test_what_is_not_known_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatc
     answers = iter((NO_ADDRESSES, where(0, 1)))
     monkeypatch.setattr(directory, "_ask", lambda member, first, timeout: next(answers))
     known = view(1, {0: 1})
-    with pytest.raises(ConnectionError, match="knows no rank 2 of replica 0"):
+    with pytest.raises(ConnectionError, match="knows no replica 0 shard 2"):
         directory.address(known, known.members[0], 2, 1.0)
     for _ in range(2):  # the second time it is known
         assert directory.address(known, known.members[0], 2, 1.0) == where(0, 1)[2]

@@ -323,7 +323,7 @@ def test_a_rank_that_may_not_watch_itself_says_so(
     monkeypatch.setattr(os, "pidfd_open", refused)
     with Replica("another container") as replica:
         until(replica.met)
-    assert "rank 1 has no witness of its end, so its leader may hear of that late: [Errno 1]" in caplog.text
+    assert "shard 1 has no witness of its end, so its leader may hear of that late: [Errno 1]" in caplog.text
 
 
 def test_a_rank_waits_for_no_message_that_a_leader_that_has_ended_would_have_passed_on() -> None:

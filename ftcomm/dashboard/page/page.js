@@ -92,13 +92,13 @@ function legend() {
 }
 function ranks(cell) {
   const first = cell * job.ranks_per_cell, last = Math.min(first + job.ranks_per_cell, job.ranks_per_replica) - 1;
-  return first === last ? `rank ${first}` : `ranks ${first} to ${last}`;
+  return first === last ? `shard ${first}` : `shards ${first} to ${last}`;
 }
 let opening = 0; // counts clicks: the last one is shown
 async function open(index, cell, rank) {
   const row = job.rows[index], box = $("rank"), list = box.querySelector("dl"), ticket = ++opening;
   if (!row) return;
-  put(box.querySelector("h2"), `Replica ${row.replica}, ${rank == null ? ranks(cell) : `rank ${rank}`}`);
+  put(box.querySelector("h2"), `Replica ${row.replica}, ${rank == null ? ranks(cell) : `shard ${rank}`}`);
   const wait = row.cells[cell];
   const facts = { state: row.state, "for": lasts(job.now - row.since), host: row.host || "–", step: row.step < 0 ? "–" : String(row.step), waits: wait < 0 ? "no process" : lasts(wait / 1000), starts: String(row.starts) };
   if (row.effective != null) facts.effective = `${(100 * row.effective).toFixed(1)} %`;
@@ -108,11 +108,11 @@ async function open(index, cell, rank) {
   if (!box.open) box.showModal();
   const asked = async (path) => { try { const answer = await fetch(path); return answer.ok ? await answer.json() : [await answer.text()]; } catch { return ["no answer"]; } };
   const awaited = () => box.open && ticket === opening;
-  const doing = await asked(`/rank?replica=${row.replica}&rank=${rank ?? cell * job.ranks_per_cell}&ranks=${rank == null ? job.ranks_per_cell : 1}`);
+  const doing = await asked(`/rank?replica=${row.replica}&shard=${rank ?? cell * job.ranks_per_cell}&ranks=${rank == null ? job.ranks_per_cell : 1}`);
   if (!awaited()) return;
-  put($("doing"), [...(rank == null && job.ranks_per_cell > 1 && doing.lines ? [`rank ${doing.rank}`] : []), ...(doing.lines || doing)].join("\n"));
+  put($("doing"), [...(rank == null && job.ranks_per_cell > 1 && doing.lines ? [`shard ${doing.shard}`] : []), ...(doing.lines || doing)].join("\n"));
   if (($("stacks").hidden = doing.recorded === false)) return; // nobody on this host to ask
-  const stack = await asked(`/stack?replica=${row.replica}&rank=${doing.rank ?? rank ?? cell * job.ranks_per_cell}`);
+  const stack = await asked(`/stack?replica=${row.replica}&shard=${doing.shard ?? rank ?? cell * job.ranks_per_cell}`);
   if (awaited()) put($("stack"), stack.join("\n"));
 }
 
@@ -235,7 +235,7 @@ function why() {
   if (!told.over) more.push(removal ? `If nothing moves, what holds them up is removed at ${clock(removal[1])} at the latest.` : "", remedy);
   put($("more"), more.filter((said) => said).join(" "));
   $("culprits").replaceChildren(...culprits.slice(0, 8).map(([replica, rank]) => {
-    const button = make("button", { text: `replica ${replica}${job.ranks_per_replica > 1 ? `, rank ${rank}` : ""}`, title: "what it does, and its stacks" });
+    const button = make("button", { text: `replica ${replica}${job.ranks_per_replica > 1 ? ` shard ${rank}` : ""}`, title: "what it does, and its stacks" });
     button.addEventListener("click", () => show([replica, rank]));
     return button;
   }));

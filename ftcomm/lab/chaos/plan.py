@@ -62,11 +62,11 @@ class Fault:
             return f"hold the interpreters of {which}"
         where = f"replica {self.replicas[0]}"
         if self.kind == "orphan":
-            return f"kill {where} rank {self.ranks[0]}, whose forked children live on"
+            return f"kill {where} shard {self.ranks[0]}, whose forked children live on"
         if self.kind == "slow" and self.cable:
             return f"slow network of {where}"
         if self.kind in ("kill", "stop", "slow", "fork"):
-            return f"{self.kind} {where} rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+            return f"{self.kind} {where} shard{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         far = {None: "everybody", COORDINATOR: "the coordinator"}.get(self.other, f"replica {self.other}")
         if self.kind == "partition":
             return f"cut {where} from {far}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import FtcommError
 from ftcomm.lab.chaos.leaks import Leaks
 from ftcomm.lab.chaos.network_faults import cut, has_netem
@@ -119,7 +120,7 @@ class Chaos:
             if record.fault.kind == "roll-back" and record.gave_up
         ]
         self._outcome.failures += [
-            f"a forked child of replica {event['replica']} rank {event['rank']} was not refused: {event['how']}"
+            f"a forked child of {rank_name(event['replica'], event['shard'])} was not refused: {event['how']}"
             for event in self._ledger.trespasses
         ]
         self._outcome.failures += [f"a leak: {leak}" for leak in self._outcome.leaks.found()]
@@ -384,7 +385,7 @@ def where_they_stand(status: protocol.Status) -> list[str]:
                 for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
                     name = (task / "comm").read_text().strip()
                     state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-                    lines.append(f"  rank {rank} {name} {task.name}: {state} {(task / 'wchan').read_text()}")
+                    lines.append(f"  shard {rank} {name} {task.name}: {state} {(task / 'wchan').read_text()}")
                 if _handles(pid, signal.SIGUSR1):  # a faulthandler, see train.py; it goes to the job's own output
                     os.kill(pid, signal.SIGUSR1)
     return lines

@@ -115,10 +115,10 @@ def _row(replica: protocol.ReplicaStatus) -> dict[str, str]:
 
 def _longest(waits: dict[str, float]) -> str:
     """Returns for how long the rank that waits longest has done so, and which it is if there are several."""
-    rank, seconds = max(waits.items(), key=lambda wait: wait[1], default=("", 0.0))
+    shard, seconds = max(waits.items(), key=lambda wait: wait[1], default=("", 0.0))
     if not seconds:
         return "-"
-    return f"{seconds:.1f} s" if len(waits) == 1 else f"{seconds:.1f} s (rank {rank})"
+    return f"{seconds:.1f} s" if len(waits) == 1 else f"{seconds:.1f} s (shard {shard})"
 
 
 @click.command()

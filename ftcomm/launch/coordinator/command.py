@@ -217,8 +217,8 @@ def _instructions(options: CoordinatorOptions, endpoint: str, job: str, store: T
     if options.ranks_per_replica > 1:
         lines += [
             f"  export FTCOMM_RANKS_PER_REPLICA={options.ranks_per_replica}",
-            f"  export FTCOMM_RANK=0   # to {options.ranks_per_replica - 1}, each process its own",
-            "  export FTCOMM_LEADER=HOST:PORT   # where rank 0 of this replica listens; the same on all its ranks",
+            f"  export FTCOMM_SHARD=0   # to {options.ranks_per_replica - 1}, each process its own",
+            "  export FTCOMM_LEADER=HOST:PORT   # where shard 0 of this replica listens; the same on all its ranks",
         ]
     if store is not None:
         lines.append(f"  export FTCOMM_STORE={store.endpoint}")

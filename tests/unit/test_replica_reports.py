@@ -65,7 +65,7 @@ def test_who_reaches_a_replica_again_does_not_complain_of_it_afterwards() -> Non
 
 
 def resumed(rank: int, epoch: int, took: float) -> m.Report:
-    return m.Report(RESUMED, {"rank": rank, "epoch": epoch, "resume_ms": took})
+    return m.Report(RESUMED, {"shard": rank, "epoch": epoch, "resume_ms": took})
 
 
 def test_the_slowest_rank_speaks_for_all() -> None:
