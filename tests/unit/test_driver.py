@@ -52,6 +52,8 @@ class Libcuda:
 
         return call
 
+    __getitem__ = __getattr__
+
 
 def test_addresses_and_handles_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """ctypes would pass a number as an int, and take a zero in a handle for its end."""
