@@ -79,7 +79,7 @@ class Coordinator:
         self._lost = LostMembers(known, self._joiner_messages, self._decisions, self._changes)
         self._suspects = Suspects(known, self._changes, self._lost, boot)
         self._presence = Presence(known, self._joiner_messages, self._suspects)
-        self._removals = Removals(known, self._changes, self._lost, self._suspects, state)
+        self._removals = Removals(known, self._lost, self._suspects, state)
         self._admissions = Admissions(
             *(known, self._joiner_messages, self._decisions, self._changes, self._lost, self._suspects, self._presence),
             unstarted,

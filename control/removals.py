@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Set
 
 from ftcomm.control import messages as m
 from ftcomm.control.blame import FRESH, Culprit, Removal
-from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Close, CoordinatorAction, Log, Persist, Send
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.liveness import described, leader_described
@@ -23,18 +22,10 @@ LINGER = 2.0
 class Removals:
     """The verdicts without proof. No member is removed while no holder of the state is known to be whole."""
 
-    def __init__(
-        self,
-        known: KnownJob,
-        changes: BoundaryChanges,
-        lost: LostMembers,
-        suspects: Suspects,
-        state: Callable[[Address], str],
-    ) -> None:
+    def __init__(self, known: KnownJob, lost: LostMembers, suspects: Suspects, state: Callable[[Address], str]) -> None:
         """`state` tells what the process at an address does, where this host can see it."""
-        self._known, self._changes, self._lost, self._suspects, self._state = known, changes, lost, suspects, state
+        self._known, self._lost, self._suspects, self._state = known, lost, suspects, state
         self._doubted = float("-inf")  # when last no holder of the state was known to be whole
-        self._changes_wait: tuple[int, float] | None = None  # in which epoch, and since when
 
     def due(self, silent: Mapping[int, float], now: float) -> list[CoordinatorAction]:
         """Remove who is lost by now. `silent`: the members that are not heard, and for how long."""
@@ -67,9 +58,7 @@ class Removals:
             return actions + (self._lost.refuse_to_remove({**doubtful, **lost}) if ripe or lost or refused else [])
         if ran - self._doubted > known.timeouts.heartbeat:
             lost = {**ripe, **lost}
-        awaited_by_changes = self._awaited_by_changes(now)
         culprits = {} if lost or not whole else self._culprit(now, divided.keys() | refused.keys())
-        culprits = culprits or ({} if lost or not whole else awaited_by_changes)
         lost = lost or {replica: culprit.why for replica, culprit in culprits.items()}
         if not lost:
             here = [member.replica for member in known.job.running]
@@ -113,24 +102,6 @@ class Removals:
         quiet = {replica: seconds for replica, seconds in unheard.items() if replica in held} | mute
         says.update((replica, self._described(replica, seconds)) for replica, seconds in quiet.items())
         return known.blame.culprit(ran, known.view.contributing, present, says, held | unheard.keys())
-
-    def _awaited_by_changes(self, now: float) -> dict[int, Culprit]:
-        """Choose a member that lives, and has not spoken for as long as an op may take while it was to say that it runs
-        in the newest view. No op may wait for it: its ranks run in that view. But no replica can join, begin to
-        contribute or leave before."""
-        known = self._known
-        if known.view is None or known.job.settled or not any(self._changes.wanted(known.view)):
-            self._changes_wait = None
-            return {}
-        if self._changes_wait is None or self._changes_wait[0] != known.view.epoch:
-            self._changes_wait = known.view.epoch, known.ran.seconds
-        waited = known.ran.seconds - self._changes_wait[1]
-        mute = known.detector.mute(now)
-        missing = [x for x in known.view.replicas if x in mute and x not in {*known.job.installed, *known.job.finished}]
-        longest = {replica: min(waited, mute[replica]) for replica in missing}
-        due = {x: seconds for x, seconds in longest.items() if seconds > known.timeouts.op + known.timeouts.grace}
-        why = "a change of membership waits for it"
-        return {x: Culprit(Removal.STALL, f"{why}; {self._described(x, mute[x])}", due[x]) for x in sorted(due)[:1]}
 
     def _described(self, replica: int, seconds: float) -> str:
         """Describe a member that lives and has not spoken for so many seconds."""

@@ -3,8 +3,6 @@ decides. The long random ones are in tests/simulation."""
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 import pytest
 
@@ -223,37 +221,6 @@ def test_a_launcher_corrects_who_has_said_that_it_has_finished() -> None:
     assert script.views[-1].why == "lost 1: its script exited with code 3"
     script.do(script.coordinator.exited(0, 3, script.now))  # it has said nothing: its connections tell
     assert len(script.views) == 2
-
-
-@pytest.mark.parametrize("joiner", [True, False])
-def test_a_leader_that_lives_and_never_says_that_it_runs_in_a_view_is_a_stall_if_a_change_waits_for_it(
-    joiner: bool,
-) -> None:
-    """It was stopped when its ranks had heard of the view, so all ops go on, and nobody else can say so."""
-    script = Script(3)
-    script.lose(1)
-    script.install(0)
-    if joiner:
-        script.join_ready(11)
-
-    def go_on(seconds: float) -> None:
-        for _ in range(int(seconds / TIMEOUTS.beat)):
-            script.now += TIMEOUTS.beat
-            script.tell(0, m.Heartbeat(4))
-            script.coordinator.acknowledged(2, script.now)
-            if joiner:
-                script.tell(11, m.Heartbeat(-1))
-            script.tick()
-
-    go_on(TIMEOUTS.op + TIMEOUTS.grace - 2 * TIMEOUTS.beat)
-    assert script.newest[0] == (0, 2)
-    go_on(4 * TIMEOUTS.beat)
-    assert script.newest[0] == ((0,) if joiner else (0, 2))
-    if joiner:
-        assert re.match(r"lost 2: a change of membership waits for it; .*has not spoken for", script.views[-1].why)
-        script.install(0)
-        script.promise(0)
-        assert script.newest[0] == (0, 1)
 
 
 def test_a_victim_whose_own_deadline_is_later_is_asked_before_anybody_is_removed() -> None:
