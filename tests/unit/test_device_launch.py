@@ -113,6 +113,9 @@ def test_an_op_whose_elements_travel_coded_is_another_call_with_a_kernel_of_its_
     assert [variant(op, 16, LAYOUT, VIEW).CODED for op in (plain, coded)] == [False, True]
     views = [dataclasses.replace(VIEW, contributing=frozenset(some)) for some in ((1,), (0, 4), (0, 1, 4))]
     assert {variant(coded, 16, LAYOUT, view).W for view in views} == {0}, "a kernel for each number of contributors"
+    assert len({id(variant(coded, 16, LAYOUT, view)) for view in views}) == 1, "it is loaded again after a loss"
+    loops = [variant(plain, 16, LAYOUT, view) for view in views if len(view.contributors) not in (2, 4, 8)]
+    assert len(set(map(id, loops))) == 1
 
 
 @pytest.mark.parametrize("how", ["input", "fp32", "fp8"])

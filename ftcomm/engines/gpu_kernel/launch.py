@@ -28,28 +28,27 @@ _ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.settings.
 def variant(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> Variant:
     """Returns what the kernel is compiled for. In another view the launch goes on with it: W changes the speed, never
     the result."""
-    coded, sources = op.compression == FP8, len(view.contributors)
-    return _variant(op.dtype, op.op, coded, sources, address % 16 == 0, layout.lanes, layout.chunk)
+    coded = op.compression == FP8
+    unrolled = 0 if coded else _unrolled(len(view.contributors))
+    return _variant(op.dtype, op.op, coded, unrolled, address % 16 == 0, layout.lanes, layout.chunk)
 
 
 @functools.cache
-def _variant(dtype: str, op: str, coded: bool, sources: int, aligned: bool, lanes: int, chunk: int) -> Variant:
-    T, code, unrolled = _reduction(dtype, op, sources)
-    return Variant(T, code, 0 if coded else unrolled, aligned, lanes, chunk, _ONE_SHOT, coded)
+def _variant(dtype: str, op: str, coded: bool, unrolled: int, aligned: bool, lanes: int, chunk: int) -> Variant:
+    return Variant(element(dtype), operator(dtype, op), unrolled, aligned, lanes, chunk, _ONE_SHOT, coded)
 
 
 def collective_variant(op: CollectiveOperation, layout: Layout, view: GroupView) -> CollectiveVariant:
     """The same of a collective that is no all-reduce."""
     aligned = op.alignment == 16
     if op.op:
-        return _reduces(op.dtype, op.op, len(view.contributors), aligned, layout.lanes, layout.chunk)
+        return _reduces(op.dtype, op.op, _unrolled(len(view.contributors)), aligned, layout.lanes, layout.chunk)
     return _moves(op.width, aligned, layout.lanes, layout.chunk)
 
 
 @functools.cache
-def _reduces(dtype: str, op: str, sources: int, aligned: bool, lanes: int, chunk: int) -> CollectiveVariant:
-    T, code, unrolled = _reduction(dtype, op, sources)
-    return CollectiveVariant(T, code, unrolled, aligned, lanes, chunk, REDUCED)
+def _reduces(dtype: str, op: str, unrolled: int, aligned: bool, lanes: int, chunk: int) -> CollectiveVariant:
+    return CollectiveVariant(element(dtype), operator(dtype, op), unrolled, aligned, lanes, chunk, REDUCED)
 
 
 @functools.cache
@@ -57,9 +56,9 @@ def _moves(width: int, aligned: bool, lanes: int, chunk: int) -> CollectiveVaria
     return CollectiveVariant(tl.dtype(f"int{8 * width}"), 0, 1, aligned, lanes, chunk, MOVED)
 
 
-def _reduction(dtype: str, op: str, sources: int) -> tuple[tl.dtype, int, int]:
-    """Returns the type, the index of the op and the number of sources that it is unrolled for."""
-    return element(dtype), operator(dtype, op), sources if sources in _UNROLLED else 0
+def _unrolled(sources: int) -> int:
+    """Returns for how many sources a reduction is unrolled; 0: it takes a loop, for any number of them."""
+    return sources if sources in _UNROLLED else 0
 
 
 def task_words(op: KernelOperation, view: GroupView) -> tuple[int, ...]:
