@@ -41,7 +41,7 @@ class ByteStream:
             return
         if not self._unsent:
             try:
-                sent = self.sock.send(data)
+                sent = self.sock.send(data, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -98,7 +98,7 @@ class ByteStream:
 
     def _write(self) -> None:
         try:
-            del self._unsent[: self.sock.send(self._unsent)]
+            del self._unsent[: self.sock.send(self._unsent, socket.MSG_NOSIGNAL)]
         except BlockingIOError:
             return
         except OSError as error:

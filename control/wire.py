@@ -228,7 +228,7 @@ class Handshake:
         self._loop = asyncio.get_running_loop()
         self._unsent: bytes | memoryview = b""
         self._sent = False  # whether the steps have said something since input was last looked for
-        self._wanted = 0  # how many bytes the steps wait for
+        self._wanted: int | None = None  # how many bytes the steps wait for, which may be none
         self._come = b""  # what has come of them, or beyond
         self._spoken = False  # whether the other side has sent anything
         self._awaits: Callable[[int], bool] | None = None  # ends the wait for the socket, if there is one
@@ -250,7 +250,7 @@ class Handshake:
         try:
             while not self._unsent or self._send():
                 received = self._take()
-                if received is None and self._wanted:
+                if received is None and self._wanted is not None:
                     self._wait(self._loop.remove_reader)
                     return
                 data = next(self._steps) if received is None else self._steps.send(received)
@@ -271,7 +271,7 @@ class Handshake:
     def _send(self) -> bool:
         """Send what there is room for; returns whether that is all."""
         try:
-            sent = self._sock.send(self._unsent)
+            sent = self._sock.send(self._unsent, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except ConnectionError:  # what was sent before the end may say why it ended
@@ -281,13 +281,13 @@ class Handshake:
 
     def _take(self) -> bytes | None:
         """Returns the bytes that the steps want; None if they want none, or not all have come."""
-        if not self._wanted:
+        if self._wanted is None:
             return None
         while len(self._come) < self._wanted:
             if not self._receive():
                 return None
         taken, self._come = self._come[: self._wanted], self._come[self._wanted :]
-        self._wanted = 0
+        self._wanted = None
         return taken
 
     def _receive(self) -> bool:
@@ -296,7 +296,7 @@ class Handshake:
             self._sent = False
             return False
         try:
-            part = self._sock.recv(max(self._most, self._wanted) - len(self._come))
+            part = self._sock.recv(max(self._most, self._wanted or 0) - len(self._come))
         except BlockingIOError:
             return False
         if not part:

@@ -50,6 +50,21 @@ def test_what_does_not_fit_is_sent_when_there_is_room_and_bytes_come_as_they_com
     asyncio.run(run())
 
 
+def test_the_steps_may_want_no_bytes() -> None:
+    """As those of TLS do, of a record whose length somebody has written as 0."""
+
+    def steps() -> Wired:
+        nothing = yield 0
+        return nothing + (yield 2)
+
+    async def run() -> None:
+        with pair() as (near, far):
+            far.sendall(b"ab")
+            assert await wire.handshake(near, steps(), DEADLINE) == b"ab"
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("said", "error"), [(b"", Unspoken), (b"a", HungUp)])
 def test_an_end_before_anything_was_said_is_told_from_a_later_one(said: bytes, error: type[Exception]) -> None:
     def steps() -> Wired:
