@@ -532,8 +532,9 @@ class Leader:
         if isinstance(message, m.Queued):  # matters only at the moment, and to rank 0 first, which may log it
             self._news = message
             return [ToRank(0, message)]
+        if isinstance(message, m.NewView | m.Dismissed | m.Removed):
+            self._news = None  # what ranks waited for is over
         if not isinstance(message, m.WhoWaits):  # matters only at the moment, too
-            self._news = None
             self._given.pop(type(message).__name__, None)  # the newest is said last
             self._given[type(message).__name__] = message
         return self._to_ranks(message)

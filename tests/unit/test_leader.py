@@ -230,6 +230,14 @@ def test_with_a_beat_ranks_are_told_the_newest_of_what_they_wait_for_once() -> N
     assert not _queued(made.tick(0.0))
 
 
+def test_what_a_rank_waits_for_is_told_though_something_else_was_said_before_the_beat() -> None:
+    """Or its shards but 0 would take the coordinator that has come back for one that is still away."""
+    made = of_two()
+    made.from_coordinator(m.Queued("newer", m.Stage.JOINING))
+    made.from_coordinator(m.Registered(view(1, (0, 1), 2)))
+    assert _queued(made.tick(0.0)) == {1: "newer"}
+
+
 def test_a_joiner_that_is_sent_on_is_ready_again_when_all_its_ranks_are() -> None:
     """What a rank repeats of the loop that is over, over a new link, does not count for the next one."""
     made = of_two()
