@@ -67,7 +67,7 @@ class FinishWriter:
             except StoreError as error:
                 self._failed(str(error))
                 return
-            for number in [number for number in self._waiting if number <= last]:
+            for number in [number for number in self._waiting if number <= last or self._newest is None]:
                 self._take(number)
         self._task = None
 

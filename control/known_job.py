@@ -41,9 +41,10 @@ class KnownJob:
         self.ranks_per_replica = ranks_per_replica
         self.timeouts = timeouts
         self.job = JobViews(views)
-        if finishes.epoch <= self.job.epoch:
+        if views and finishes.epoch <= self.job.epoch:
             self.job.finished = {replica: now for replica, life in finishes.lives if self.job.counts(replica, life)}
-            self.job.completed = set(finishes.completed)
+            again = {x.replica for x in self.job.running if (x.replica, x.incarnation) not in finishes.lives}
+            self.job.completed = set(finishes.completed) - again  # another life of it has begun since
         # What is said of others counts in it: while this process is stopped, the members may be, too.
         self.ran = RunningTime(min(REPORT, 2 * timeouts.beat))
         self.detector: Detector[int] = Detector(timeouts.silence)

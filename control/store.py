@@ -147,8 +147,8 @@ class ViewStore(Store):
 
     async def clear(self) -> None:
         if self.path is not None:
+            self._finish_file(self.path).unlink(missing_ok=True)  # first: without views it would be of another job
             self.path.unlink(missing_ok=True)
-            self._finish_file(self.path).unlink(missing_ok=True)
             self._report_file(self.path).unlink(missing_ok=True)
             self._job_file(self.path).unlink(missing_ok=True)
 
@@ -179,6 +179,8 @@ class ViewStore(Store):
             ) from None
         self._fd = fd
         self.views = self._read(fd)
+        if not self.views:
+            self._finish_file(self.path).unlink(missing_ok=True)  # the views alone were removed
         self.finishes = self._read_finishes(self._finish_file(self.path))
         self.reports = self._read_reports(self._report_file(self.path))
 

@@ -373,6 +373,7 @@ class SimulatedJob:
         """The launcher sees it a moment later, ends the other ranks, and starts the replica again after its pause."""
         if not replica.running:
             return
+        self.promises.failed(replica.ranks[0].incarnation)
         life = replica.lives
 
         def others() -> None:

@@ -241,6 +241,10 @@ class Promises:
         if self.last is not None and life[0] in self.last.contributing:
             self._completed.add(life[1])
 
+    def failed(self, incarnation: str) -> None:
+        """Note that a script has ended by an error, as its launcher tells: what it had said before is taken back."""
+        self._completed.discard(incarnation)
+
     def ends_badly(self, why: str) -> None:
         """The coordinator says that the job has failed, or that it does not know how it has ended."""
         if self._completed:

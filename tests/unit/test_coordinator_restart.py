@@ -124,6 +124,7 @@ def test_the_finish_of_an_earlier_life_is_none_of_the_next() -> None:
         script.finishes = finishes
         script.restart()
         assert {life for _, life in script.coordinator.lives} == {"life-0", "life-11"}
+        assert not script.coordinator.known.job.completed, "nor is the training complete there"
 
 
 def test_what_was_stored_after_the_views_is_not_believed_with_an_older_store() -> None:

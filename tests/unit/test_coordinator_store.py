@@ -161,6 +161,21 @@ def test_nobody_hears_that_its_finish_is_known_before_that_is_written() -> None:
     served(store, 3, test)
 
 
+def test_what_comes_during_the_last_write_waits_for_that_one_alone() -> None:
+    store = Slow("slow")
+
+    async def run() -> None:
+        writer = finish_writer.FinishWriter(store, lambda error: None, lambda text: None)
+        taken: list[int] = []
+        writer.write(Finishes(1))
+        await until(lambda: len(store.given) == 1)
+        writer.then(lambda: taken.append(1))
+        store.given[0].set_result(None)
+        await until(lambda: bool(taken))
+
+    asyncio.run(asyncio.wait_for(run(), finish_writer.LONGEST / 2))
+
+
 @pytest.mark.parametrize("how", ["slow", "full"])
 def test_a_store_that_does_not_take_it_holds_up_no_end_for_long(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finish_writer, "LONGEST", 0.2)

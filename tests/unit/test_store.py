@@ -56,6 +56,7 @@ def test_who_has_finished_comes_back(tmp_path: Path) -> None:
     """A store of a version that wrote none has none; the end of the job removes it."""
     path = tmp_path / "views"
     store = reopened(path)
+    store.append(view(1))
     assert store.finishes == NO_FINISHES
     for finishes in (Finishes(1, ((0, "a"),)), Finishes(2, ((0, "a"), (1, "b")))):
         store.write_finishes(finishes)
@@ -64,6 +65,23 @@ def test_who_has_finished_comes_back(tmp_path: Path) -> None:
     assert store.finishes == finishes
     asyncio.run(store.clear())
     assert not list(tmp_path.iterdir())
+    store.close()
+
+
+def test_without_views_nobody_has_finished(tmp_path: Path) -> None:
+    """Somebody has removed the file of views and not the one beside it: the next job there is another one."""
+    path = tmp_path / "views"
+    store = reopened(path)
+    store.append(view(1))
+    store.write_finishes(Finishes(1, ((0, "a"),), (0,)))
+    store.close()
+    path.unlink()
+    store = reopened(path)
+    assert store.finishes == NO_FINISHES
+    store.append(view(1))
+    store.close()
+    store = reopened(path)
+    assert store.finishes == NO_FINISHES
     store.close()
 
 
@@ -89,6 +107,9 @@ def test_who_has_finished_is_on_the_disk_as_it_was_or_as_it_is(tmp_path: Path, m
 
 @pytest.mark.parametrize("text", ["", "hello", '{"epoch":-1,"lives":[]}', '{"epoch":1,"lives":[["a",0]]}'])
 def test_a_file_that_does_not_say_who_has_finished_is_refused(tmp_path: Path, text: str) -> None:
+    store = reopened(tmp_path / "views")
+    store.append(view(1))
+    store.close()
     (tmp_path / "views.finished").write_text(text)
     with pytest.raises(StoreError, match=r"views\.finished does not say which replicas have finished .*--store"):
         reopened(tmp_path / "views")
