@@ -84,6 +84,7 @@ class CoordinatorEvents:
             self._removed.remove(replica, reason)
         elif kind == "joined":
             replica.comes()
+            replica.gives_up = False  # its process may have closed a group, and made another
             if self._job.has_views:
                 replica.joining, replica.removed = "prepares", ""  # its process may have made a new group
         elif kind == "ready":
