@@ -42,10 +42,10 @@ def allreduce(tree: Any, op: str = "sum", *, group: Group | None = None) -> Any:
     op: as of `ftcomm.allreduce`.
     group: default: the default group of the time when the program runs.
 
-    Inside of a program it blocks that, not the caller. Where no step loop follows, call `jax.effects_barrier()` before
+    In a program it blocks the program, not its caller. Where no step loop follows, call `jax.effects_barrier()` before
     `ftcomm.shutdown` or calls outside of programs. Not under `vmap`, `grad` or several devices: reduce gradients, not
-    the loss. Raises `ArgumentError` while it is traced. What the op fails with, e.g. `MismatchError`, ends the program
-    as an error of JAX; the step loop raises it as it was. One thread a process.
+    the loss. Raises `ArgumentError` while it is traced. An error of the op, such as `MismatchError`, ends the program
+    as an error of JAX, and the step loop raises the original. One thread a process.
     """
     if op not in OPS:
         raise ArgumentError(f"op={op!r} of ftcomm.jax.allreduce; expected one of {', '.join(OPS)}.")

@@ -147,8 +147,8 @@ class Calls(Messages):
         atomic: the whole result has one set of contributors. If a member is lost in mid-op, the parts that contain its
             input are reduced again without it, unless all of them contain it. For that the op keeps a copy of its
             input, as large as `x`, until it returns (up to 32 MB of such memory stay with the process for the next op).
-            Arrays up to 512 KB are always atomic, without cost. By `ftcomm bench allreduce --compare atomic`, two
-            ranks: 1 MB takes 1.4 times as long, 16 MB 1.2, 64 MB, which is fresh memory for every op, 2.0.
+            Arrays up to 512 KB are always atomic, without cost. Two ranks take 1.4 times as long for 1 MB, 1.2 for
+            16 MB, and 2.0 for 64 MB, where each op takes new memory (`ftcomm bench allreduce --compare atomic`).
         max_sms: streaming multiprocessors of the GPU that the op may occupy, at least 1; None: FTCOMM_SMS, or as many
             as pay. May differ between members. Without effect where the host drives: there FTCOMM_SMS holds for all
             ops.
@@ -157,15 +157,14 @@ class Calls(Messages):
             "input" (None): the dtype of `x`. Sums are exact or in fp32 in any case, so nothing is lost. But with
             FTCOMM_ALGORITHM=ring fp16, bf16 and fp8 do not go around the ring, since every hop would round their
             partial sums.
-            "fp32": they do, since their partial sums travel in fp32, at up to twice the bytes; in every other case the
-            bytes and bits are those of "input". For fp32 and smaller floats.
+            "fp32": partial sums travel in fp32, so these dtypes go around the ring, too, with up to twice the bytes; in
+            every other case the bytes and bits are those of "input". For fp32 and smaller floats.
             "fp8": 8 bits an element and 4 bytes a block of 256, half of the bytes of bf16 and a quarter of those of
             fp32. Inputs are coded (E4M3), summed in fp32, and the result is coded again; all members decode the same
             bytes, with the same result by any transport. Each coding changes an element x of a block with the largest
-            element a by at most max(|x| / 16, a / 2^17). So a result differs from the exact one by that for each input,
-            and once more for itself. A NaN or an infinity makes its block NaN. For fp32, fp16 and bf16, "sum" and
-            "avg". It pays only over slow networks, since coding takes a core tens of nanoseconds an element. Kernels
-            that run whole ops code it by themselves.
+            element a by at most max(|x| / 16, a / 2^17): once for each input, and once for the result. A NaN or an
+            infinity makes its block NaN. For fp32, fp16 and bf16, "sum" and "avg". It pays only over slow networks,
+            since coding takes a core tens of nanoseconds an element. Kernels that run whole ops code it by themselves.
 
         Members match ops by the order of calls, which must be the same on all of them. In a step loop, a call that one
         member skips is found by the step: calls of the loop's thread, or of autograd for it, are compared only with

@@ -61,11 +61,12 @@ FINISH = 30.0  # s that a finished replica waits for a coordinator to hear that,
 
 
 class Group(Calls):
-    """The ranks with the same index inside all replicas of a job. Thread-safe, except `boundary`.
+    """The ranks of one shard: those with the same index inside all replicas of a job. Thread-safe, except `boundary`.
 
     Members match calls by their order. Threads must keep that order the same on all members, or have a group each.
 
-    rank, world_size: the place of this replica in `roster`, which every `root`, `src` and `dst` means, and its length.
+    rank: the place of this replica in `roster`, from 0. Every `root`, `src` and `dst` is such a place.
+    world_size: the length of `roster`.
     roster, contributors: the replicas in rank order, and those of them whose input counts. The same on all members;
         they change only at step boundaries. `view`, `members` and `contributing` say what is in force now.
     replica, replicas: the number of this replica, and the number of replicas with which the job was started.
@@ -307,7 +308,7 @@ class Group(Calls):
 
     def ready(self) -> None:
         """Let the others wait for the script of this rank from now on. The first boundary, the first op and the first
-        look at `step` call this, so a script need not. Does nothing in a replica that runs in a view.
+        look at `next_boundary` call this, so a script need not. Does nothing in a replica that runs in a view.
 
         In a replica that joins a running job it blocks until all its ranks have called this and the job has taken it in
         at one of its next step boundaries; or until it never will, `drained`; or, in a step loop, until the job has

@@ -109,7 +109,7 @@ class Endpoint:
 
     @property
     def handle(self) -> str:
-        """The same as long as this endpoint is open."""
+        """The text by which others call this endpoint. It stays the same while the endpoint is open."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"ftcomm://{host}:{self.port}/{self.token}"
 

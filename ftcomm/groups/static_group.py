@@ -8,8 +8,9 @@
     close(), and others go on  the member says after how many ops              LostError, in a later op;
                                                                                messages between others go on
 
-Whatever comes first is the one error of the group: it ends every op in flight and every later one, here and, said by
-those who have noticed, everywhere. A new group with the same members, or with those that are left, needs a new name.
+Whatever comes first is the one error of the group. It ends every op in flight and every later one, on this member and
+on all others, which hear of it from those who have noticed. A new group with the same members, or with those that
+are left, needs a new name.
 
 A collective is what it is in a job (`ftcomm.collective`), with a view that is never replaced.
 """
@@ -67,10 +68,10 @@ class StaticGroup(Calls):
         timeout: float | None = None,
         data: str | None = None,
     ) -> StaticGroup:
-        """A group of ranks of the job that `group` is part of; blocks until all of them have called this.
+        """Makes a group of ranks of the job that `group` is part of; blocks until all of them have called this.
 
         name: the same on all members, and of no other group that they have.
-        members: (replica, rank in it) in rank order, this rank among them.
+        members: (replica, shard) of each, in rank order; this rank is one of them.
         op_timeout: seconds without progress after which an op fails; None: as long as an op of the job may take.
         timeout: seconds until all have come; None: FTCOMM_INIT_TIMEOUT.
         data: how data are protected between hosts, the same on all members; None: FTCOMM_DATA.
@@ -118,7 +119,7 @@ class StaticGroup(Calls):
         timeout: float = 60.0,
         transport: str = "auto",
     ) -> StaticGroup:
-        """A group without a job, of those whose `Endpoint.handle` is in `handles`, in rank order; this one among them.
+        """Makes a group without a job: of the ranks whose `Endpoint.handle` is in `handles`, in rank order.
 
         name: the same on all members, and never used before with these endpoints.
         transport: "auto", "shm" or "tcp", as FTCOMM_TRANSPORT. The rest is as with `in_job`.

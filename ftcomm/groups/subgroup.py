@@ -21,7 +21,7 @@ class Subgroup(Calls):
 
     name, replica: what it was called when it was made, and the number of this replica.
 
-    Ranks are places in `roster`, which is that of the group of all, in so far as it belongs to this one, and so changes
+    Ranks are places in `roster`, which has the replicas of the job's roster that belong to this group, and so changes
     at step boundaries alone. A member that catches up contributes nothing, unless all members do.
     """
 

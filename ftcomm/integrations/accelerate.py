@@ -145,9 +145,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def epochs(self, epochs: int) -> Iterator[int]:
-        """Yield the epochs that are still to do, up to `epochs` - 1: from that of the others on in a replica that comes
-        back, from that of a checkpoint after `load_state`. Blocks at the first until the job takes this replica in, and
-        at the end while another one fetches its state from here.
+        """Yield the epochs that are still to do, up to `epochs` - 1. A replica that comes back begins with the epoch of
+        the others; after `load_state` the first is that of the checkpoint. Blocks at the first until the job takes this
+        replica in, and at the end while another one fetches its state from here.
 
         After a `break` out of it, `end_training`, or the end of the script, ends the training.
         """
@@ -337,7 +337,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 class TrainingLoader:
-    """A prepared loader that is trained on: its batches are those that the job has not come by yet."""
+    """A prepared loader that is trained on: it gives the batches that the job has not trained on yet."""
 
     def __init__(self, accelerator: Accelerator, loader: Any) -> None:
         self._accelerator, self._loader = accelerator, loader

@@ -109,9 +109,9 @@ class StepLoop:
     catchup_mbps: million bytes a second that this replica sends to joiners at most; default FTCOMM_CATCHUP_MBPS.
     initial_state: what to do if the replicas of a new job do not begin with the same state. "check": `StateError` on
         all; "lowest": all take that of the lowest replica, and its `start`; "trust": do not look, nor compare a sample
-        of the state once a joiner has caught up. Default: FTCOMM_START, or "check". The check reads the state once and
-        takes one small all-reduce. That compares `start`, the number of steps, `vote`, `min_replicas`, `lr` and this
-        setting in any case, and raises `StateError` on all if they differ.
+        of the state once a joiner has caught up. Default: FTCOMM_START, or "check". The check reads the state once.
+        With each of the three, one small all-reduce compares `start`, the number of steps, `vote`, `min_replicas`, `lr`
+        and this setting; if they differ, all raise `StateError`.
 
     Raises `ArgumentError`, `SettingsError`, `StateError`.
     """
