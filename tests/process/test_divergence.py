@@ -26,7 +26,7 @@ open(f"lived-{group.replica}", "w").close()
 fingerprint, faulty = Algorithm.fingerprint, False
 
 def flip(algorithm, slot):
-    if faulty and slot.task.chunk == 1:
+    if faulty and slot.task.chunk == 0 and slot.here.nbytes > 4096:  # not in the op that ends the loop
         slot.here.view(np.uint8)[4096] ^= 1
     return fingerprint(algorithm, slot)
 
@@ -66,8 +66,8 @@ def test_who_corrupts_a_result_is_replaced(tmp_path: Path, monkeypatch: pytest.M
 
     assert job.run(plan) == run.FINISHED, job.said
     found = {(e["replica"], e["chunk"], e["wrong"], e["right"]) for e in job.of("divergence")}
-    assert (1, 1, "1", "0, 2") in found
-    assert {each[1:] for each in found} == {(1, "1", "0, 2")}
+    assert (1, 0, "1", "0, 2") in found
+    assert {each[1:] for each in found} == {(0, "1", "0, 2")}
     assert any("DivergenceError: replica 1 cannot go on" in line for line in job.lines), job.lines
     assert [event["replica"] for event in job.of("process_started")] == [0, 1, 2, 1]
     digests = [line for line in job.lines if line.startswith("digest")]

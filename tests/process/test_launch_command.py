@@ -486,7 +486,7 @@ def test_scripts_that_fail_alike_are_not_said_to_be_killed(shell: Shell) -> None
     """)
     code, out, err = shell.run("run", "--replicas", "2", "script.py")
     assert code == 1
-    assert err.count("StateError: The replicas (rank 0 of each) do not begin alike") == 2, err
+    assert err.count("StateError: The replicas (shard 0 of each) do not begin alike") == 2, err
     assert len(re.findall(r"ftcomm: replica [01] \(pid \d+\) exited with code 1", out + err)) == 2, err
     assert "SIGTERM" not in out + err
 

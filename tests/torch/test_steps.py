@@ -169,7 +169,7 @@ def test_each_rank_catches_up_from_its_own_shard_group(tmp_path: Path, transport
         job.wait_contributing({0, 1}, since=seen)
         stepped(job, 3, {0, 1})
         end_together(job, {0, 1})
-        assert sorted(event["rank"] for event in reported(job, "state_fetched")) == [0, 1]
+        assert sorted(event["shard"] for event in reported(job, "state_fetched")) == [0, 1]
 
 
 @pytest.mark.protocol
