@@ -1,4 +1,4 @@
-"""The control thread of one rank, which runs its `RankNode` over real sockets and time. Rank 0 also starts the leader
+"""The control thread of one rank, which runs its `RankNode` over real sockets and time. Shard 0 also starts the leader
 of its replica, a process of its own; if there is no other rank, the thread runs the `LeaderNode`, too.
 
 The user's code calls from its own threads; the event loop lives in a daemon thread. A `DataPlane` moves the data. It is

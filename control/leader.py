@@ -117,8 +117,8 @@ class Leader:
         self._losses, self._resumptions = Losses(), Resumptions(ranks)
         self.epoch = 0  # the newest view that all ranks have installed
         self.heard = 0  # the newest view that this leader was told of
-        self._news: m.Queued | None = None  # that all ranks but rank 0 are told with the next beat
-        self._early: set[int] = set()  # ranks but rank 0 that are told then that they wait for others
+        self._news: m.Queued | None = None  # that all ranks but shard 0 are told with the next beat
+        self._early: set[int] = set()  # ranks but shard 0 that are told then that they wait for others
         self._told: dict[str, set[int]] = {"Ready": set(), "CaughtUp": set(), "Finished": set()}
         self.ready = False  # the scripts of all ranks are ready
         self._loops: dict[int, int] = {}  # in which step loop each of them waits to join
@@ -171,7 +171,7 @@ class Leader:
         return actions
 
     def _late_news(self) -> list[LeaderAction]:
-        """Tell all ranks but rank 0 what they wait for, if they still do: most of that is over before a beat is, and
+        """Tell all ranks but shard 0 what they wait for, if they still do: most of that is over before a beat is, and
         would cost a message to each of thousands."""
         news, self._news = self._news, None
         told = [] if news is None else [ToRank(shard, news) for shard in range(1, self.ranks)]
@@ -529,7 +529,7 @@ class Leader:
 
     def _give(self, message: m.Message) -> list[LeaderAction]:
         """Give a message to all ranks. A rank whose connection breaks gets it again, since it may have been lost."""
-        if isinstance(message, m.Queued):  # matters only at the moment, and to rank 0 first, which may log it
+        if isinstance(message, m.Queued):  # matters only at the moment, and to shard 0 first, which may log it
             self._news = message
             return [ToRank(0, message)]
         if isinstance(message, m.NewView | m.Dismissed | m.Removed):

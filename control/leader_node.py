@@ -3,7 +3,7 @@ told when, and what again. It runs in a process of its own (`ftcomm.control.lead
 replica has no other rank (`ftcomm.control.rank_with_leader`).
 
     coordinator   the connection to it
-    ranks         the connections of all ranks of the replica. Rank 0 has the links to the other leaders, so what goes
+    ranks         the connections of all ranks of the replica. Shard 0 has the links to the other leaders, so what goes
                   between leaders goes through it
 """
 

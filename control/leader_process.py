@@ -1,11 +1,11 @@
-"""The process of the leader of a replica that has several ranks. Rank 0 starts it, as its companion.
+"""The process of the leader of a replica that has several ranks. Shard 0 starts it, as its companion.
 
     python -m ftcomm.control.leader_process     with the charge, and the socket to which the ranks come
 
 So no interpreter of a training carries the control of the other ranks: while that of shard 0 is held (a compilation,
 a long C call, a debugger), they hear of views. The two end with each other, and the replica with them:
 
-    shard 0 ends              its pidfd tells the leader, which tells the coordinator and the other ranks, and ends
+    shard 0 ends             its pidfd tells the leader, which tells the coordinator and the other ranks, and ends
     the leader ends          its connection tells shard 0, which tells the coordinator, and ends; its witness
                              (`ftcomm.control.leader_witness`) tells the coordinator, too, as shard 0 may be held
     the leader is stopped    its kernel answers, so it is waited for, like a rank that is, and removed as a stall

@@ -1,6 +1,6 @@
 """The witness of a leader: a fork of its process, which tells the coordinator when that ends as it should not.
 
-Rank 0 sees the end of its leader and tells it, too, unless its interpreter is held. The other ranks find that nobody
+Shard 0 sees the end of its leader and tells it, too, unless its interpreter is held. The other ranks find that nobody
 listens at the port of the leader; but that is proof on its own host alone, and they may be held themselves. No script
 can hold the witness.
 
@@ -43,6 +43,7 @@ class LeaderWitness:
         seconds for which a coordinator that is away is called. The witness keeps none of `others`, the descriptors of
         this process by which its end is seen."""
         leader = os.getpid()
+        self._newest = coordinator
         heard, self._said = os.pipe()
         try:
             child = os.fork()
@@ -63,7 +64,9 @@ class LeaderWitness:
 
     def moved(self, coordinator: tuple[str, int]) -> None:
         """Tell the witness where a coordinator is that has taken the job over."""
-        self._say(msgspec.json.encode(coordinator))
+        if coordinator != self._newest:  # a witness that is stopped reads nothing, and a pipe holds 64 KB
+            self._newest = coordinator
+            self._say(msgspec.json.encode(coordinator))
 
     def dismiss(self) -> None:
         """Tell the witness that the leader ends as it should, if it lives."""

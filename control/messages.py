@@ -361,7 +361,7 @@ class ForLeader(Message, frozen=True):
 
 
 class Linked(Message, frozen=True):
-    """Rank 0 has its link to `replica`, for the first time or again: what was said over an earlier one may be lost."""
+    """Shard 0 has its link to `replica`, for the first time or again: what was said over an earlier one may be lost."""
 
     replica: t.ReplicaNumber
 
@@ -382,7 +382,7 @@ class CoordinatorAt(Message, frozen=True):
 
 
 class AllFinished(Message, frozen=True):
-    """The scripts of all ranks of the replica have ended well. Rank 0 waits for that."""
+    """The scripts of all ranks of the replica have ended well. Shard 0 waits for that."""
 
 
 # -- member <-> member -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import logging
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -35,6 +36,7 @@ WatchedT = TypeVar("WatchedT")
 _FUTEX_WAITV = 449  # the same number on all architectures but alpha
 _SIZE_U32, _PRIVATE = 2, 128
 _MOST = 128 - 1  # words of one futex_waitv, without our own
+_AGAIN = 1.0  # s until the next attempt, if one has failed
 
 
 class MutexWord(NamedTuple):
@@ -149,8 +151,13 @@ class WatchThread:
 
     def _run(self) -> None:
         request_short_slice()
-        while self._round():
-            pass
+        try:
+            while self._round():
+                pass
+        finally:  # a new group would be given a thread that does not run
+            with _all_watches:
+                if self in WatchThread.running:
+                    WatchThread.running.remove(self)
 
     def _round(self) -> bool:
         """Look at all words, and sleep once; False if there is nothing left to watch. Between two rounds the thread
@@ -185,12 +192,14 @@ class WatchThread:
         if _waitv(_FUTEX_WAITV, waiters, len(waiters), 0, None, 0) >= 0:
             return True
         failed = ctypes.get_errno()
-        if failed in (errno.EAGAIN, errno.EINTR):
-            return True
-        log.debug(
-            "no futex_waitv (%s, %s): ends of processes are seen later", errno.errorcode[failed], platform.release()
-        )
-        return False
+        if failed in (errno.ENOSYS, errno.EPERM):  # an older kernel, a filter of system calls
+            name = errno.errorcode[failed]
+            log.debug("no futex_waitv (%s, %s): ends of processes are seen later", name, platform.release())
+            return False
+        if failed not in (errno.EAGAIN, errno.EINTR):  # want of memory, say; all groups of this process need it
+            log.warning("futex_waitv: %s; it is tried again", os.strerror(failed))
+            time.sleep(_AGAIN)
+        return True
 
 
 _all_watches = threading.Lock()  # never held across a wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,6 +222,27 @@ def test_a_kernel_without_futex_waitv(monkeypatch: pytest.MonkeyPatch) -> None:
         eye.watch({2: holder.page.mutex()})
         assert not threads(), "it is tried again and again"
         assert told.empty()
+
+
+def test_a_sleep_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """For want of memory, say. All groups of the process would hear of no death any more."""
+    monkeypatch.setattr(death_watch, "_AGAIN", 0.01)
+    sleep, fails = death_watch._waitv, [True]
+
+    def waitv(*arguments: Any) -> int:
+        if fails:
+            fails.clear()
+            ctypes.set_errno(errno.ENOMEM)
+            return -1
+        return int(sleep(*arguments))
+
+    monkeypatch.setattr(death_watch, "_waitv", waitv)
+    with holders(1) as [holder], watcher() as (eye, told):
+        eye.watch({1: holder.page.mutex()})
+        wait_asleep("ftcomm-watch", 1)
+        holder.process.kill()
+        assert told.get(timeout=DEADLINE) == 1
+    assert "futex_waitv: Cannot allocate memory; it is tried again" in caplog.text
 
 
 def test_groups_share_a_thread_and_hear_of_their_own_members_alone() -> None:
