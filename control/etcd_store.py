@@ -222,10 +222,11 @@ class EtcdStore(Store):
         `StoreError` if a view is not whole."""
         self._written = [found[key].mod_revision if key in found else 0 for key in self._view_keys]
         self._finishes_written = found[self._finished].mod_revision if self._finished in found else 0
+        begun = [found[key].create_revision for key in self._view_keys if key in found]
+        # What is older than the job is of an earlier one, cleared by a version that knew of no finishes.
+        of_the_job = bool(begun) and self._finishes_written > min(begun)
         try:
-            self.finishes = (
-                decode_with(_FINISHES, found[self._finished].value) if self._finished in found else NO_FINISHES
-            )
+            self.finishes = decode_with(_FINISHES, found[self._finished].value) if of_the_job else NO_FINISHES
             self._stored = {key: stored_views.decoded(found[key].value) for key in self._view_keys if key in found}
         except msgspec.DecodeError as error:
             raise StoreError(

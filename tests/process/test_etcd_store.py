@@ -479,6 +479,36 @@ def test_a_standby_that_takes_over_knows_who_has_finished(url: str) -> None:
     run(test)
 
 
+def test_who_has_finished_in_an_earlier_job_of_that_name_has_not_in_this_one(url: str) -> None:
+    """A version that knew of no finishes has cleared that job, and left them there."""
+    left = Finishes(1, ((0, "a"),), (0, 1))
+
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        await store.append(view(1))
+        await store.write_finishes(left)
+        await store._ask(store._etcd.txn, [], [*map(etcd.delete, (store._term, *store._view_keys))], [])
+        await store.release()
+        assert f"{Place.parse(url, {}).prefix}/finished" in keys(url)
+        for views in ([], [view(1)]):
+            store = Store(url)
+            await store.acquire()
+            assert (store.views, store.finishes) == (views, NO_FINISHES)
+            if not views:
+                await store.append(view(1))
+                await store.release()
+        await store.write_finishes(left)
+        await store.release()
+        store = Store(url)
+        await store.acquire()
+        assert store.finishes == left
+        await store.clear()
+        await store.release()
+
+    run(test)
+
+
 @pytest.mark.parametrize("lost", [1, 2, 3, 4])
 def test_an_answer_that_is_lost_while_it_becomes_the_owner(url: str, lost: int) -> None:
     async def test() -> None:
