@@ -16,7 +16,8 @@ Then = Callable[[], None]
 
 class FinishWriter:
     """The writer. It writes what it was given last, and nothing of what came and went while it wrote, so that a job of
-    many replicas that all finish makes a few writes. Belongs to one event loop."""
+    many replicas that all finish makes a few writes. It never writes before the view of that epoch is stored: whoever
+    found it with an older view would believe none of it. Belongs to one event loop."""
 
     def __init__(self, store: Store, delayed: Callable[[OSError], None], failed: Callable[[str], None]) -> None:
         """`delayed` is told once why nothing can be written, which is tried again; `failed`, why it never will be."""
@@ -25,11 +26,16 @@ class FinishWriter:
         self._task: asyncio.Task[None] | None = None
         self._waiting: dict[int, tuple[Then, asyncio.TimerHandle]] = {}
         self._steps = 0
+        self._view_stored = asyncio.Event()
 
     def write(self, finishes: Finishes) -> None:
         self._newest = finishes
         if self._task is None:
             self._task = asyncio.ensure_future(self._run())
+
+    def view_stored(self) -> None:
+        """Note that the store has another view."""
+        self._view_stored.set()
 
     def then(self, step: Then) -> None:
         """Take the step when all is written that was given before, `LONGEST` seconds from now at the latest."""
@@ -52,6 +58,10 @@ class FinishWriter:
     async def _run(self) -> None:
         told = False
         while self._newest is not None:
+            if self._newest.epoch > (self._store.views[-1].epoch if self._store.views else 0):
+                self._view_stored.clear()
+                await self._view_stored.wait()
+                continue
             finishes, self._newest, last = self._newest, None, self._steps
             try:
                 writing = self._store.write_finishes(finishes)

@@ -405,6 +405,8 @@ class CoordinatorServer:
         error = writing.exception()
         if error is not None:
             self._not_written(str(error))
+        else:
+            self._finishes.view_stored()
         self._do([])
 
     async def _write_again(self, view: View, error: OSError) -> None:

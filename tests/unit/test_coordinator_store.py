@@ -73,9 +73,11 @@ class Slow(ViewStore):
     def __init__(self, finishes: str = "") -> None:
         super().__init__(None)
         self.how, self.written, self.given = finishes, list[Finishes](), list[asyncio.Future[None]]()
+        self.views_given: list[asyncio.Future[None]] = []
 
     def append(self, view: View) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+        self.views_given.append(asyncio.get_running_loop().create_future())
+        return self.views_given[-1]
 
     def write_finishes(self, finishes: Finishes) -> asyncio.Future[None] | None:
         self.written.append(finishes)
@@ -87,21 +89,21 @@ class Slow(ViewStore):
         return self.given[-1]
 
 
-async def finishing(server: CoordinatorServer, replica: int) -> Conversation:
+async def finishing(server: CoordinatorServer, replica: int, *, at_once: bool = True) -> Conversation:
     """A replica that joins, and has finished."""
     port = int(server.endpoint.rpartition(":")[2])
     channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": replica, "shard": 0})
     talk = await Conversation.over(channel)
     join = m.Join(replica, f"life-{replica}", Addresses.of((ADDRESS,)), 1, 3, dataclasses.astuple(TIMEOUTS))
-    for message in (join, m.Finished(True)):
+    for message in (join, m.Finished(True))[: 1 + at_once]:
         talk.write(m.encode(message))
     return talk
 
 
-async def acknowledged(talk: Conversation) -> None:
+async def acknowledged(talk: Conversation, *, views: bool = False) -> None:
     while not isinstance(said := await talk.heard(), m.FinishAck):
         assert said is not None, "the connection has ended"
-        assert not isinstance(said, m.NewView), "it is not written yet"
+        assert views or not isinstance(said, m.NewView), "it is not written yet"
 
 
 def served(store: Slow, replicas: int, test: Callable[[CoordinatorServer, list[Event]], Awaitable[None]]) -> None:
@@ -161,8 +163,37 @@ def test_nobody_hears_that_its_finish_is_known_before_that_is_written() -> None:
     served(store, 3, test)
 
 
+def test_who_has_finished_is_not_written_before_the_view_in_which_that_is_known() -> None:
+    """Otherwise a coordinator that comes with the older view would believe nothing of it, nor what it has replaced."""
+    store = Slow()
+
+    async def test(server: CoordinatorServer, events: list[Event]) -> None:
+        talks = [await finishing(server, replica) for replica in range(2)]
+        for talk in talks:
+            await acknowledged(talk)
+        talks.append(await finishing(server, 2, at_once=False))
+        await until(lambda: len(server.steps) == 3)
+        assert {finishes.epoch for finishes in store.written} == {1}
+        server.exited(1, 1)  # its script has failed after all, so it is lost
+        assert len(store.views_given) == 1
+        talks[2].write(m.encode(m.Finished(True)))
+        acknowledgement = asyncio.ensure_future(acknowledged(talks[2], views=True))
+        await until(lambda: kinds(events).count("finished") == 3)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert all(finishes.epoch == 1 for finishes in store.written)
+        assert not acknowledgement.done()
+        store.views = [*store.views, View(2, None, store.views[-1].members[:1])]
+        store.views_given[0].set_result(None)
+        await until(lambda: store.written[-1].epoch == 2)
+        await acknowledgement
+
+    served(store, 3, test)
+
+
 def test_what_comes_during_the_last_write_waits_for_that_one_alone() -> None:
     store = Slow("slow")
+    store.views = [View(1, None, ())]
 
     async def run() -> None:
         writer = finish_writer.FinishWriter(store, lambda error: None, lambda text: None)
