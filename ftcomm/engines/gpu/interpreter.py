@@ -6,7 +6,9 @@ state in globals, so one kernel runs at a time in a process.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # counts from the first import of triton on
@@ -52,4 +54,41 @@ def _patch_once() -> None:
     interpreter._patch_lang = patch
 
 
+def _compute_once() -> None:
+    """Skip what the interpreter computes for nothing, or again for each operation: two fifths of its time. It looks
+    for overflows of integers, of which it tells with `debug` alone; and makes each type of a block, its shape and its
+    counterpart in NumPy anew."""
+    builder, block, tensor = interpreter.interpreter_builder, tl.block_type, tl.tensor
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    block.to_ir = lambda self, builder: self  # that of an equal type
+    block.with_element_ty = _by_names(block.with_element_ty)
+    interpreter._get_np_dtype = _by_names(interpreter._get_np_dtype)
+    made = tensor.__init__
+    shapes: dict[str, tuple[Any, Any]] = {}  # by the name of the type: of a tensor, and how many elements it has
+
+    def make(self: Any, handle: Any, type: Any) -> None:
+        if type.name in shapes:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = shapes[type.name]
+        else:
+            made(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
+
+    tensor.__init__ = make
+
+
+def _by_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which remembers what it has returned for types of these names; not all types have a hash."""
+    found: dict[tuple[str, ...], Any] = {}
+
+    def remembered(*types: Any) -> Any:
+        names = tuple([each.name for each in types])
+        if names not in found:
+            found[names] = function(*types)
+        return found[names]
+
+    return remembered
+
+
 _patch_once()
+_compute_once()
