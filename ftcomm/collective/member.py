@@ -181,9 +181,9 @@ class GroupExchange(ABC, Generic[OpT]):
         return False
 
     @property
-    def stood(self) -> float:
+    def stalled_seconds(self) -> float:
         """The seconds for which ops have stood still here, waiting for members that were lost or did not move."""
-        return self.member.watch.stood
+        return self.member.watch.stalled_seconds
 
     @property
     def returned(self) -> int:
@@ -211,10 +211,10 @@ class GroupExchange(ABC, Generic[OpT]):
         with self._changed:
             return self.member.rosters.at(step)
 
-    def stand(self, step: int) -> None:
+    def begin_at(self, step: int) -> None:
         """Let a joiner begin as if it had passed the boundary of `step`."""
         with self._changed:
-            self.member.rosters.stand(step)
+            self.member.rosters.passed(step)
 
     def pass_boundary(self, step: int, timeout: float) -> Roster:
         """Pass a boundary, as `ftcomm.collective.roster.pass_boundary` says."""

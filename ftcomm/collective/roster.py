@@ -62,7 +62,7 @@ class RosterTracker:
         """Returns the roster from the boundary of `step` on. To be called after the first view."""
         return at(self._rosters, step)
 
-    def stand(self, step: int) -> None:
+    def passed(self, step: int) -> None:
         """Note that the boundary of `step` is passed; a joiner begins in this way."""
         self._step = step
 
@@ -98,5 +98,5 @@ def pass_boundary(
                     "FTCOMM_OP_TIMEOUT sets half of that time."
                 )
             changed.wait(part)
-        rosters.stand(step)
+        rosters.passed(step)
         return rosters.at(step)

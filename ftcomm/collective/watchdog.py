@@ -101,7 +101,7 @@ class Watchdog:
         self._before: dict[int, tuple[float, int]] = {}
         self._handed: Mapping[int, float] = {}  # s of other waits that `hand_waits` gave
         self._members: Collection[int] = ()  # the others of the view
-        self.stood = 0.0  # s of waits that were reported, or that only a view change has ended
+        self.stalled_seconds = 0.0  # s of waits that were reported, or that only a view change has ended
         self._reported: float | None = None  # when the reported wait began
         self._eventful = False  # `_before`, `_handed` or `_reported` may be set, so that `returns` looks at one thing
         self.changes = 0  # of the view of the job, how often one has begun
@@ -130,7 +130,7 @@ class Watchdog:
     def _ends_waits(self, now: float) -> None:
         self._eventful, self._before, self._handed = False, {}, {}
         if self._reported is not None:
-            self._stood(now, self._reported)
+            self._stalled(now, self._reported)
 
     def job_changes(self) -> None:
         """Note that the job begins to change its view. Whom an op waits for may be lost, one after the other, and a
@@ -147,7 +147,7 @@ class Watchdog:
         are the others of the view; the waits for those that `stay`, in the life that they had, go on."""
         since = self._reported if self._reported is not None or self.wait is None else self.wait[0]
         if since is not None:
-            self._stood(self.clock(), since)
+            self._stalled(self.clock(), since)
         self._before = {replica: (begun, 0) for replica, begun in self._waits().items() if replica in stay}
         self._handed = {replica: seconds for replica, seconds in self._handed.items() if replica in stay}
         self._eventful = True
@@ -227,8 +227,8 @@ class Watchdog:
         wait = self.wait
         return 0.0 if wait is None else self.clock() - wait[0]
 
-    def _stood(self, now: float, since: float) -> None:
-        self.stood += now - since
+    def _stalled(self, now: float, since: float) -> None:
+        self.stalled_seconds += now - since
         self._reported = None
 
     def waiting(self, seconds: float) -> Stall | None:

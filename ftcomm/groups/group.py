@@ -157,7 +157,7 @@ class Group(Calls):
             may_call=self._may_call,
             when=self._when,
             next_boundary=lambda: self._step,
-            stood=self._stood,
+            stalled_seconds=self._stalled_seconds,
         )
         self._open = True
         fork.take_part(self, rank_name(self.replica, self.shard))
@@ -198,7 +198,7 @@ class Group(Calls):
     def _begin(self, view: View) -> None:
         """Begin: this rank runs in its first view."""
         self._step = view.step or 0
-        self._exchange.stand(self._step - 1)
+        self._exchange.begin_at(self._step - 1)
         self._use(self._exchange.roster(NONE if view.step is None else view.step))
         self.internals.catching_up = self.replica not in view.contributing
 
@@ -378,10 +378,10 @@ class Group(Calls):
                 self.internals.on_roster()
         return view
 
-    def _stood(self) -> float:
+    def _stalled_seconds(self) -> float:
         """The seconds for which ops of this rank have stood still, waiting for members that were lost or did not
         move."""
-        return sum(exchange.stood for exchange in self._exchanges())
+        return sum(exchange.stalled_seconds for exchange in self._exchanges())
 
     def _exchanges(self) -> list[GroupExchange[Any]]:
         """Returns those of this group and of its subgroups."""

@@ -57,7 +57,7 @@ class Internals:
     may_call: raises if no op can be called any more.
     when: the stamp of a call that this thread makes now, and the lag; see `Operation`.
     next_boundary: the number of the step boundary that is to come; 0 before this rank is in a view.
-    stood: seconds that ops of this rank have stood still, waiting for members that did not move, or were lost.
+    stalled_seconds: for how long ops of this rank have stood still, for members that did not move, or were lost.
     catching_up: whether this replica has joined a running job, and has not caught up yet.
     outside: whether it has joined a running job, and has not passed its first boundary yet.
     lag: boundaries passed beyond the training steps: of repeated steps, of pauses, and at the end of a step loop.
@@ -83,15 +83,14 @@ class Internals:
         may_call: Callable[[], None],
         when: Callable[[], tuple[int, int]],
         next_boundary: Callable[[], int],
-        stood: Callable[[], float],
+        stalled_seconds: Callable[[], float],
     ) -> None:
         self._agent, self._view = agent, view
         self.port, self.router, self.exchange, self.op_timeout = port, router, exchange, op_timeout
-        self.may_call, self.when, self.stood = may_call, when, stood
+        self.may_call, self.when, self.stalled_seconds = may_call, when, stalled_seconds
         self.next_boundary = next_boundary
-        agent.serve(
-            INTRA_REPLICA, lambda channel, fields: channel.close()
-        )  # until the script comes to such an exchange
+        # Until the script comes to such an exchange.
+        agent.serve(INTRA_REPLICA, lambda channel, fields: channel.close())
         self.catching_up = self.outside = False
         self.lag = self.loop = self.intra_replica_exchanges = 0
         self.step_loop: OpenLoop | None = None

@@ -45,10 +45,10 @@ class Stopwatch:
         of it in seconds."""
         now = self._clock()
         passed, self._since = now - self._since, now
-        stood = min(stalled, passed)
-        if stood:
-            self.add("stalled", stood)
-        self.add(part, passed - stood)
+        stalled = min(stalled, passed)
+        if stalled:
+            self.add("stalled", stalled)
+        self.add(part, passed - stalled)
         return passed
 
     def add(self, part: str, seconds: float) -> None:

@@ -168,7 +168,7 @@ class StepLoop:
         self._in_step = False
         self._recorder = process_recorder()
         self._attempt: tuple[int, int] | None = None  # as it is recorded
-        self._stood = 0.0  # the group's stalled seconds when this step began
+        self._stalled = 0.0  # the group's stalled seconds when this step began
         self._ended = False
         self._verdict: Verdict | None = None  # the verdict on this attempt
         self._counted: frozenset[int] = frozenset()
@@ -441,7 +441,7 @@ class StepLoop:
 
     def _enter(self) -> int:
         self._verdict, self._counted, self._failed = None, frozenset(), None
-        self._stood = self._group.internals.stood()
+        self._stalled = self._group.internals.stalled_seconds()
         self._in_step = True
         self._attempt = self._recorder.begin(PhaseKind.STEP, step=self.step, number=self._progress.attempts)
         self._gates.install()
@@ -491,8 +491,8 @@ class StepLoop:
 
     def _account(self, verdict: Verdict) -> None:
         contributes = self._group.contributes
-        stood, self._stood = self._stood, self._group.internals.stood()
-        stalled = self._stood - stood
+        before, self._stalled = self._stalled, self._group.internals.stalled_seconds()
+        stalled = self._stalled - before
         if verdict is Verdict.COMMIT:
             self._watch.lap("training" if contributes else "catching_up", stalled)
             if contributes:

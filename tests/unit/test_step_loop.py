@@ -196,7 +196,7 @@ def scaled_loop(**more):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     loop = StepLoop({"optimizer": optimizer, **({"scaler": scaler} if more.get("given", True) else {})}, Voters())
     loop._voter, loop._source = Voter(loop._group), SimpleNamespace(settle=lambda: 0.0)
-    loop._group.internals.stood = lambda: 0.0
+    loop._group.internals.stalled_seconds = lambda: 0.0
     loop._enter()
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     scaler.unscale_(optimizer)

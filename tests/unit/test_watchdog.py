@@ -167,20 +167,20 @@ def test_only_waits_that_were_reported_or_ended_by_a_view_change_stood_still(clo
     assert due_at(watch, clock, 7.0) is Due.NOTHING
     watch.wait = None  # the driver: something has moved
     watch.returns(op(99))
-    assert watch.stood == 0.0
+    assert watch.stalled_seconds == 0.0
     assert due_at(watch, clock, 9.0) is Due.REPORT
     clock.now += 1.0
     watch.wait = None
     clock.now += 1.0
     watch.returns(op(99))
-    assert watch.stood == 11.0
+    assert watch.stalled_seconds == 11.0
     assert due_at(watch, clock, 3.0) is Due.NOTHING
     watch.disturbed(100, (4,), (4,))  # who was waited for is lost
-    assert watch.stood == 14.0
+    assert watch.stalled_seconds == 14.0
     assert due_at(watch, clock, 70.0) is Due.REPORT
     watch.disturbed(100, (4,), (4,))
     watch.returns(op(99))
-    assert watch.stood == 84.0
+    assert watch.stalled_seconds == 84.0
 
 
 def reported(watch: Watchdog, clock: Clock, missing: tuple[int, ...], come: int = 0) -> tuple[tuple[int, ...], float]:
