@@ -15,28 +15,29 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ftcomm.control import actions as act
 from ftcomm.control import handshake, leaderless, wire
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
+from ftcomm.control.control_loop import ControlLoop
 from ftcomm.control.data_plane import DataPlane
 from ftcomm.control.directory import Directory
-from ftcomm.control.failed_dials import cause_of, shortage
+from ftcomm.control.failed_dials import cause_of
 from ftcomm.control.hopeless import ask_until_over
 from ftcomm.control.incoming import Handler, IncomingConnections
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_driver import LeaderDriver
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.links import Listener, event_loop
+from ftcomm.control.links import Listener
 from ftcomm.control.liveness import started, state_of
 from ftcomm.control.member import Phase
 from ftcomm.control.own_leader import OwnLeader
 from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
-from ftcomm.control.rank_errors import Gone, JoinError, why_broken, why_ended
+from ftcomm.control.rank_errors import Gone, JoinError, why_ended
 from ftcomm.control.rank_name import rank_name
 from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.running_time import RunningTime, RunningTimer
@@ -88,62 +89,51 @@ class Agent:
         self._sock, self.address = sock, address
         self._timeouts = timeouts
         self._node = n.RankNode(replica, shard, address, timeouts, replicas, ranks)
-        self._lock = threading.Lock()  # guards the nodes; never held during a wait
-        self._loop = event_loop()
-        self._directory = None if leader is None else Directory(leader, credentials, self._loop)
+        self._control = ControlLoop(self._node, timeouts, self._carry_out)
+        self._directory = None if leader is None else Directory(leader, credentials, self._control.loop)
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
         self._on_start = on_start
         self._leading: LeaderDriver | None = None  # in this process
-        self._with_leader: RankWithLeader | None = None
         self._leader_socket = leader_socket
         self._own_leader: OwnLeader | None = None  # a process that this rank has started
         if ranks == 1:
             node = LeaderNode(replica, secrets.token_hex(8), ranks, timeouts, state_of)
             self._leading = LeaderDriver(
                 *(node, self._me, credentials, coordinator, address.host, timeouts),
-                do=self._do,
-                spawn=self._spawn,
+                do=self._control.do,
+                spawn=self._control.spawn,
                 trains=lambda: self.view is not None,
             )
-            self._with_leader = RankWithLeader(self._node, node)
+            self._control.with_leader = RankWithLeader(self._node, node)
             self._up = self._leading.up
         else:
             assert leader is not None
             fields: handshake.Fields = {"replica": replica, "shard": shard}
             self._up = UpwardLink(
                 *(self._me, "leader of the replica", leader, credentials, "rank", fields, address.host),
-                on_open=lambda: self._do(self._node.up_opened),
-                on_lost=lambda *why: self._do(self._node.up_lost, *why),
+                on_open=lambda: self._control.do(self._node.up_opened),
+                on_lost=lambda *why: self._control.do(self._node.up_lost, *why),
                 trains=lambda: self.view is not None,
             )
-        nonce, give_up = address.nonce, timeouts.give_up
-        self._witness = OwnWitness(replica, shard, nonce, leader, credentials, give_up, self._spawn)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._incoming = IncomingConnections(self._node, timeouts, self._do, self._lead)
+        self._witness = OwnWitness(self._control, address.nonce, leader, credentials)
+        self._incoming = IncomingConnections(self._control, self._lead)
         self._peers = Peers(
             replica,
             shard,
             credentials,
-            on_open=lambda peer: self._do(self._node.peer_opened, peer),
-            on_message=lambda message: self._do(self._node.peer_answered, message),
+            on_open=lambda peer: self._control.do(self._node.peer_opened, peer),
+            on_message=lambda message: self._control.do(self._node.peer_answered, message),
             on_lost=self._lost,
             on_failed=self._dial_failed,
-            on_back=lambda peer: self._do(self._node.peer_back, peer),
+            on_back=lambda peer: self._control.do(self._node.peer_back, peer),
         )
         self._entry = ViewEntry(
-            *(replica, shard, data_plane, self._node, self._peers, timeouts.beat, self._loop),
-            do=self._do,
-            call=self._call,
-            spawn=self._spawn,
-            joins=lambda: not self._joined.done(),
-            on_joined=self._on_joined,
-            is_short=self._is_short,
+            *(self._control, data_plane, self._peers), joins=lambda: not self._joined.done(), on_joined=self._on_joined
         )
         self._known: concurrent.futures.Future[View] = concurrent.futures.Future()
         self._joined: concurrent.futures.Future[View | None] = concurrent.futures.Future()
         self._passed: concurrent.futures.Future[View] | None = None
         self._acked = threading.Event()
-        self._failed: act.Failed | None = None  # why the node has failed
         self._away = 0.0  # s in which waits went on without a coordinator
         self._said_waits = float("-inf")  # when that was last logged
         self.left = False
@@ -243,16 +233,16 @@ class Agent:
         that it waits for as long as an op may, anew after each view that comes meanwhile: those that hold it up are
         removed one after the other, by a coordinator that is heard. `waits` hears every `AWAITED_EVERY` seconds for
         which (replica, rank in it) this rank waits, and in how many seconds it gives up."""
-        with self._lock:
-            actions = self._inform(self._node.boundary, step, loop)
+        with self._control.lock:
+            actions = self._control.inform(self._node.boundary, step, loop)
             if len(actions) == 1 and isinstance(actions[0], act.Passed):
                 self.left = actions[0].left
                 return actions[0].view
-            if self._failed is not None:
-                raise Gone(self._failed.reason, self._failed.ending)
+            if self._control.failed is not None:
+                raise Gone(self._control.failed.reason, self._control.failed.ending)
             passed: concurrent.futures.Future[View] = concurrent.futures.Future()
             self._passed = passed
-        self._call(self._carry_out, actions)
+        self._control.call(self._carry_out, actions)
         seconds = self._timeouts.give_up if timeout is None else timeout
         timer = RunningTimer(seconds, time.monotonic)
         if timeout is None:
@@ -264,7 +254,7 @@ class Agent:
             except concurrent.futures.TimeoutError:
                 if not left:
                     raise TimeoutError(f"the boundary of step {step} was not passed within {seconds:g} s") from None
-            with self._lock:
+            with self._control.lock:
                 missing = self._node.not_come()
             if waits is not None:
                 waits(missing, left)
@@ -277,24 +267,24 @@ class Agent:
 
     def tell(self, message: m.Message) -> None:
         """Tell the leader a Report, Ready, CaughtUp, Leave or Finished. Any thread; dropped if the job has gone."""
-        self._soon(self._node.tell, message)
+        self._control.soon(self._node.tell, message)
 
     def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> None:
         """Report that an op makes no progress, in a wait of `lasted` seconds. Any thread."""
-        self._soon(self._node.stalled, epoch, op, waiting_on, lasted)
+        self._control.soon(self._node.stalled, epoch, op, waiting_on, lasted)
 
     def suspect(self, replica: int, epoch: int, reason: str, proof: bool) -> None:
         """Report that a replica cannot be reached since some moment of `epoch`, or (`proof`) is certainly dead. Any
         thread."""
-        self._soon(self._node.peer_lost, replica, epoch, reason, proof)
+        self._control.soon(self._node.peer_lost, replica, epoch, reason, proof)
 
     def severed(self, replica: int, epoch: int, reason: str) -> None:
         """Report that a connection for data with a replica has ended in `epoch`. Any thread."""
-        self._soon(self._node.severed, replica, epoch, reason, time.monotonic())
+        self._control.soon(self._node.severed, replica, epoch, reason, time.monotonic())
 
     def failed(self, reason: str) -> None:
         """Report that the data plane cannot go on. Any thread."""
-        self._soon(self._node.failed, reason)
+        self._control.soon(self._node.failed, reason)
 
     def finish(self, timeout: float) -> None:
         """Say that the script has ended, and wait until that is known.
@@ -330,7 +320,7 @@ class Agent:
     def stop(self) -> None:
         """End the control thread; idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._control.loop.call_soon_threadsafe(self._control.loop.stop)
             self._thread.join(5)
 
     def dial(self, replica: int, purpose: str, fields: handshake.Fields, timeout: float | None = None) -> Channel:
@@ -372,19 +362,19 @@ class Agent:
     def _run(self) -> None:
         try:
             self._on_start()
-            asyncio.set_event_loop(self._loop)
-            self._spawn(self._main())
-            self._loop.run_forever()
+            asyncio.set_event_loop(self._control.loop)
+            self._control.spawn(self._main())
+            self._control.loop.run_forever()
         except BaseException as error:
             self._ended(error)
         finally:
-            tasks = asyncio.all_tasks(self._loop)
+            tasks = asyncio.all_tasks(self._control.loop)
             for task in tasks:
                 task.cancel()
             with contextlib.suppress(Exception):
-                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+                self._control.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             # No process is to be found here any more.
-            for close in (self._peers.close, self._sock.close, self._loop.close):
+            for close in (self._peers.close, self._sock.close, self._control.loop.close):
                 with contextlib.suppress(OSError):  # the script has closed its descriptor
                     close()
             self._witness.dismiss()
@@ -396,42 +386,25 @@ class Agent:
         reason = f"{rank_name(self.replica, self.shard)}: {why_ended(error)}"
         log.error("%s", reason, exc_info=error)
         try:
-            self._do(self._node.failed, reason)
+            self._control.do(self._node.failed, reason)
         except Exception:  # the others could not be told; the end of this thread tells them
             self._end(reason, m.Ending.FAILED)
 
     def _from_up(self, message: m.AnyMessage) -> None:
         if isinstance(message, m.Welcome) and self.shard:  # the leader is beside shard 0
             self._witness.call(message.processes)
-        self._do(self._node.from_up, message)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task whose error ends this rank, since a control thread without one of its tasks must not seem
-        alive."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and task.exception() is not None:
-                log.error("internal error in the control thread", exc_info=task.exception())
-                self._broken(task.exception())
-
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(ended)
-
-    def _broken(self, error: BaseException | None) -> None:
-        self._do(self._node.failed, why_broken(error))
+        self._control.do(self._node.from_up, message)
 
     async def _main(self) -> None:
         self._listener = Listener(self._sock, self._credentials, self._incoming.serve, name=self.address.nonce)
         if self._own_leader is not None:
-            self._spawn(self._watch_leader(self._own_leader))
-        if self._leading is None or self._with_leader is None:
+            self._control.spawn(self._watch_leader(self._own_leader))
+        if self._leading is None or self._control.with_leader is None:
             self._up.open(self._from_up)
         else:
-            self._do(self._with_leader.start)
+            self._control.do(self._control.with_leader.start)
             self._leading.open()
-        self._spawn(
+        self._control.spawn(
             ask_until_over(
                 *(self._me, self._coordinator, self._credentials, self._asking),
                 over=lambda: self._up.link is None or self._knows_job,
@@ -447,11 +420,11 @@ class Agent:
             self.data_plane.wake()
 
     def _tick(self, now: float) -> None:
-        if self._with_leader is not None:
-            self._do(self._with_leader.tick, now)
+        if self._control.with_leader is not None:
+            self._control.do(self._control.with_leader.tick, now)
         else:
-            self._do(self._node.beat, now)
-            self._do(self._node.tick, now)
+            self._control.do(self._node.beat, now)
+            self._control.do(self._node.tick, now)
 
     async def _watch_leader(self, leader: OwnLeader) -> None:
         """End with the leader: the ranks of a replica and their leader live and die together. The others connect to
@@ -461,7 +434,7 @@ class Agent:
             return
         self._up.close()
         await leaderless.tell(self._coordinator, self._credentials, self.replica, self._node.machine.incarnation, why)
-        self._do(self._node.failed, f"replica {self.replica} cannot go on: {why}")
+        self._control.do(self._node.failed, f"replica {self.replica} cannot go on: {why}")
 
     def _lead(self, channel: Channel, opening: handshake.Opening) -> bool:
         """Take a call from a coordinator that has replaced another one, and tells where it can be reached."""
@@ -478,9 +451,9 @@ class Agent:
 
     def _hopeless(self, told: m.Removed) -> None:
         if self._leading is not None:
-            self._do(self._leading.node.from_coordinator, told)
+            self._control.do(self._leading.node.from_coordinator, told)
         else:
-            self._do(self._node.from_up, told)
+            self._control.do(self._node.from_up, told)
 
     @property
     def _is_up(self) -> bool:
@@ -497,66 +470,20 @@ class Agent:
         if self._leading is not None:
             self._leading.look()
         elif self._up.link is not None and (seconds := self._up.link.unanswered()) is not None:
-            self._do(self._node.up_acknowledged, now - seconds)
+            self._control.do(self._node.up_acknowledged, now - seconds)
         self._peers.watch_again()
         peers = self._peers.unanswered()
-        self._do(self._node.peers_acknowledged, {replica: now - seconds for replica, seconds in peers.items()})
-        self._do(self._node.reaching, self.data_plane.reaching())
+        self._control.do(self._node.peers_acknowledged, {replica: now - seconds for replica, seconds in peers.items()})
+        self._control.do(self._node.reaching, self.data_plane.reaching())
 
     def _lost(self, view: View, replica: int, reason: str) -> None:
-        self._do(self._node.peer_lost, replica, view.epoch, reason, True)
+        self._control.do(self._node.peer_lost, replica, view.epoch, reason, True)
 
     def _dial_failed(self, view: View, replica: int, reason: str, error: Exception) -> None:
-        if not self._is_short(error):
-            self._do(self._node.dial_failed, replica, view.epoch, reason, cause_of(error), time.monotonic())
-
-    def _is_short(self, error: BaseException) -> bool:
-        """Whether this process lacks what it needs to reach the others, and `error` says nothing else. It tries again;
-        the node ends it if that lasts. What it lacks to serve or to watch others does not belong here."""
-        lacks = shortage(error)
-        if lacks:
-            now = time.monotonic()
-            if not self._node.is_short(now):
-                log.warning(
-                    "%s: this process is short of something, and tries again for %g s at most: %s",
-                    *(rank_name(self.replica, self.shard), self._timeouts.op, lacks),
-                )
-            self._do(self._node.short, f"it was short of something for {self._timeouts.op:g} s: {lacks}", now)
-        return bool(lacks)
+        if not self._control.is_short(error):
+            self._control.do(self._node.dial_failed, replica, view.epoch, reason, cause_of(error), time.monotonic())
 
     # -- what the node wants -------------------------------------------------------------------------------------
-
-    def _call(self, work: Callable[..., None], *args: Any) -> None:
-        """Let the loop do `work`, unless it has ended. An error in it ends this rank: what the node wanted was not
-        done, and another rank would wait for it."""
-
-        def call() -> None:
-            try:
-                work(*args)
-            except Exception as error:
-                log.error("internal error in the control thread", exc_info=error)
-                self._broken(error)
-
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            self._loop.call_soon_threadsafe(call)
-
-    def _soon(self, event: Callable[..., Sequence[InProcessAction]], *args: Any) -> None:
-        self._call(self._do, event, *args)
-
-    def _do(self, event: Callable[..., Sequence[InProcessAction]], *args: Any) -> None:
-        """Tell the node of an event, and carry out its actions. In the loop."""
-        with self._lock:
-            actions = self._inform(event, *args)
-        self._carry_out(actions)
-
-    def _inform(self, event: Callable[..., Sequence[InProcessAction]], *args: Any) -> Sequence[InProcessAction]:
-        """Tell the node of an event; returns its actions. With the lock, so that a thread that finds that the node has
-        failed also finds why."""
-        actions = event(*args)
-        if self._with_leader is not None:
-            actions = self._with_leader.carry(actions)
-        self._failed = next((action for action in actions if isinstance(action, act.Failed)), self._failed)
-        return actions
 
     def _carry_out(self, actions: Sequence[InProcessAction]) -> None:
         for action in actions:
@@ -571,10 +498,10 @@ class Agent:
             elif isinstance(action, act.Freeze):
                 self._entry.freeze(action.view)
             elif isinstance(action, act.EnterView):
-                self._spawn(self._entry.enter(action.view, action.progress))
+                self._control.spawn(self._entry.enter(action.view, action.progress))
             elif isinstance(action, n.LookAtWaits):
                 op, waiting_on = self.data_plane.stalls(self._timeouts.beat) or (0, ())
-                self._do(self._node.waits, op, waiting_on)
+                self._control.do(self._node.waits, op, waiting_on)
             elif isinstance(action, n.HandWaits):
                 self.data_plane.hand_waits(action.seconds)
             elif isinstance(action, n.WaitOn):

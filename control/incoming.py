@@ -10,15 +10,14 @@ from collections.abc import Callable
 
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
+from ftcomm.control.control_loop import ControlLoop
 from ftcomm.control.dropped import drop
 from ftcomm.control.failed_dials import start
 from ftcomm.control.links import hand_over, serve_messages
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.member import Phase
 from ftcomm.control.rank_name import rank_name
-from ftcomm.control.rank_node import RankNode
 from ftcomm.control.sealed import Channel
-from ftcomm.control.timeouts import Timeouts
 
 log = logging.getLogger("ftcomm.control")
 
@@ -26,17 +25,11 @@ Handler = Callable[[Channel, handshake.Fields], None]
 
 
 class IncomingConnections:
-    """Serves them in the event loop of the control thread. `do(event, *args)` tells the node of an event and carries
-    out its actions. `lead` serves a connection that is for a leader, and says whether it is one."""
+    """Serves them in the event loop of the control thread. `lead` serves a connection that is for a leader, and says
+    whether it is one."""
 
-    def __init__(
-        self,
-        node: RankNode,
-        timeouts: Timeouts,
-        do: Callable[..., None],
-        lead: Callable[[Channel, handshake.Opening], bool],
-    ) -> None:
-        self._node, self._timeouts, self._do, self._lead = node, timeouts, do, lead
+    def __init__(self, control: ControlLoop, lead: Callable[[Channel, handshake.Opening], bool]) -> None:
+        self._control, self._node, self._timeouts, self._lead = control, control.node, control.timeouts, lead
         self.handlers: dict[str, Handler] = {}  # by purpose
 
     async def serve(self, channel: Channel, opening: handshake.Opening) -> None:
@@ -67,12 +60,8 @@ class IncomingConnections:
                 told = True
                 log.warning(
                     "%s: a connection for %r waits to be served, for %g s at most: %s",
-                    *(
-                        rank_name(self._node.machine.replica, self._node.shard),
-                        opening.purpose,
-                        self._timeouts.op,
-                        lacks,
-                    ),
+                    *(rank_name(self._node.machine.replica, self._node.shard), opening.purpose),
+                    *(self._timeouts.op, lacks),
                 )
             await asyncio.sleep(self._timeouts.beat)
             failed = self._node.machine.phase is Phase.FAILED
@@ -87,7 +76,7 @@ class IncomingConnections:
             if getattr(message, "replica", replica) != replica:
                 drop("message", f"replica {replica} speaks for another: {type(message).__name__}")
                 return
-            self._do(self._node.from_peer, message, time.monotonic())
+            self._control.do(self._node.from_peer, message, time.monotonic())
             later = self._node.passed_by(message)
             if later is not None:
                 back[0].write(m.encode(later))

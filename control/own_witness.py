@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Coroutine
-from typing import Any
 
+from ftcomm.control.control_loop import ControlLoop
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.liveness import processes
 from ftcomm.control.rank_name import rank_name
@@ -16,25 +15,12 @@ log = logging.getLogger("ftcomm.control")
 
 
 class OwnWitness:
-    """The witness of this rank, if it has one. `spawn` runs a task in the event loop of the control thread."""
+    """The witness of this rank, if it has one; `nonce` is that of the rank's segment."""
 
     def __init__(
-        self,
-        replica: int,
-        shard: int,
-        nonce: str,
-        leader: tuple[str, int] | None,
-        credentials: Credentials,
-        call_timeout: float,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        self, control: ControlLoop, nonce: str, leader: tuple[str, int] | None, credentials: Credentials
     ) -> None:
-        self._replica, self._shard, self._nonce = replica, shard, nonce
-        self._leader_address, self._credentials, self._call_timeout, self._spawn = (
-            leader,
-            credentials,
-            call_timeout,
-            spawn,
-        )
+        self._control, self._nonce, self._leader, self._credentials = control, nonce, leader, credentials
         self.called: Witness | None = None
 
     def call(self, seen: str) -> None:
@@ -42,16 +28,16 @@ class OwnWitness:
         sees."""
         if self.called is not None or seen == processes() or os.getpid() == 1:  # with process 1 its container ends
             return
-        assert self._leader_address is not None
+        assert self._leader is not None
         token, job, tls = self._credentials.token, self._credentials.job, self._credentials.tls
         files = None if tls is None else tls.files
-        nonce, call_timeout = self._nonce, self._call_timeout
+        charge = self._nonce, self._control.node.shard, self._leader, token, job, files
         try:
-            self.called = Witness(Charge(nonce, self._shard, self._leader_address, token, job, files, call_timeout))
+            self.called = Witness(Charge(*charge, self._control.timeouts.give_up))
         except OSError as error:
             self._unwitnessed(str(error))
         else:
-            self._spawn(self._look_at(self.called))
+            self._control.spawn(self._look_at(self.called))
 
     async def _look_at(self, witness: Witness) -> None:
         why = await witness.begun()
@@ -59,7 +45,7 @@ class OwnWitness:
             self._unwitnessed(why)
 
     def _unwitnessed(self, why: str) -> None:
-        who = rank_name(self._replica, self._shard)
+        who = rank_name(self._control.node.machine.replica, self._control.node.shard)
         log.warning("%s has no witness of its end, so its leader may hear of that late: %s", who, why)
 
     def dismiss(self) -> None:

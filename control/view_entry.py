@@ -7,14 +7,13 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from ftcomm.control import messages as m
+from ftcomm.control.control_loop import ControlLoop
 from ftcomm.control.data_plane import DataPlane, Unreachable
 from ftcomm.control.failed_dials import cause_of
 from ftcomm.control.peers import Peers
-from ftcomm.control.rank_node import RankNode
 from ftcomm.control.replica_reports import RESUMED
 from ftcomm.control.views import View
 
@@ -23,33 +22,20 @@ WAKE_UPS = 10  # then its longest sleep is over (`ftcomm.sync.futex.MAX_SLEEP`),
 
 
 class ViewEntry:
-    """Does what the node asks for while a view changes. In the event loop of the control thread.
-
-    `do(event, *args)` tells the node of an event and carries out its actions, `call` lets the loop do something, from
-    any thread, and `spawn` runs a task. `joins` says whether the rank is in no view yet, `on_joined` that it is, and
-    `is_short` whether an error is one of this process."""
+    """Does what the node asks for while a view changes. In the event loop of the control thread. `joins` says whether
+    the rank is in no view yet, `on_joined` that it is."""
 
     def __init__(
         self,
-        replica: int,
-        shard: int,
+        control: ControlLoop,
         data_plane: DataPlane,
-        node: RankNode,
         peers: Peers,
-        beat: float,
-        loop: asyncio.AbstractEventLoop,
         *,
-        do: Callable[..., None],
-        call: Callable[..., None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
         joins: Callable[[], bool],
         on_joined: Callable[[View], None],
-        is_short: Callable[[BaseException], bool],
     ) -> None:
-        self._replica, self._shard = replica, shard
-        self._data_plane, self._node, self._peers, self._beat, self._loop = data_plane, node, peers, beat, loop
-        self._do, self._call, self._spawn = do, call, spawn
-        self._joins, self._on_joined, self._is_short = joins, on_joined, is_short
+        self._control, self._node, self._data_plane, self._peers = control, control.node, data_plane, peers
+        self._joins, self._on_joined = joins, on_joined
         self._since = 0.0  # when this rank heard of the newest view
 
     def freeze(self, view: View) -> None:
@@ -64,12 +50,12 @@ class ViewEntry:
             try:
                 progress = self._data_plane.progress()
             except Exception as error:  # the exchange has failed
-                self._do(self._node.failed, str(error))
+                self._control.do(self._node.failed, str(error))
                 return
-            self._do(self._node.quiesced, view.epoch, progress, self._data_plane.awaited())
+            self._control.do(self._node.quiesced, view.epoch, progress, self._data_plane.awaited())
 
-        self._data_plane.freeze(lambda: self._call(quiesced))
-        self._spawn(self.wake(still))
+        self._data_plane.freeze(lambda: self._control.call(quiesced))
+        self._control.spawn(self.wake(still))
 
     async def wake(self, still: asyncio.Event) -> None:
         for _ in range(WAKE_UPS):
@@ -80,30 +66,30 @@ class ViewEntry:
 
     async def enter(self, view: View, progress: dict[int, m.Progress]) -> None:
         told = time.monotonic()
-        severed = frozenset(replica for replica, said in progress.items() if self._replica in said.severed)
+        severed = frozenset(replica for replica, said in progress.items() if self._node.machine.replica in said.severed)
         while self._node.wants(view):
             try:
                 local = await self._in_thread(self._data_plane.reach, view, severed)
                 break
             except Exception as error:
-                if self._node.wants(view) and not self._is_short(error):
+                if self._node.wants(view) and not self._control.is_short(error):
                     if not isinstance(error, Unreachable):
                         raise
                     now, cause = time.monotonic(), cause_of(error)
-                    self._do(self._node.unreachable, view.epoch, error.replica, str(error), cause, now)
-                await asyncio.sleep(self._beat)
+                    self._control.do(self._node.unreachable, view.epoch, error.replica, str(error), cause, now)
+                await asyncio.sleep(self._control.timeouts.beat)
         if not self._node.wants(view):
             return
         self._peers.watch(view, local)
         counts = self._data_plane.enter(view, progress)
         times = {"told_ms": 1e3 * (told - self._since), "resume_ms": 1e3 * (time.monotonic() - self._since)}
         joins = self._joins()
-        self._do(self._node.entered, view)
+        self._control.do(self._node.entered, view)
         if joins:
             self._on_joined(view)
         else:
-            report = m.Report(RESUMED, {"shard": self._shard, "epoch": view.epoch, **times, **counts})
-            self._do(self._node.tell, report)
+            report = m.Report(RESUMED, {"shard": self._node.shard, "epoch": view.epoch, **times, **counts})
+            self._control.do(self._node.tell, report)
 
     def _in_thread(
         self, work: Callable[[View, frozenset[int]], Iterable[int]], view: View, severed: frozenset[int]
@@ -123,4 +109,4 @@ class ViewEntry:
                     future.set_result(result)
 
         threading.Thread(target=run, name="ftcomm-reach", daemon=True).start()
-        return asyncio.wrap_future(future, loop=self._loop)
+        return asyncio.wrap_future(future, loop=self._control.loop)

@@ -45,8 +45,8 @@ def test_an_engine_that_does_not_stop_is_woken_for_as_long_as_it_may_have_missed
 def test_a_boundary_says_why_the_rank_has_failed_before_that_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script may come to it between the two, in a thread of its own."""
     with an_agent(1) as (agent, _):
-        monkeypatch.setattr(agent, "_carry_out", lambda actions: None)
-        agent._do(agent._node.failed, "the data plane was interrupted")
+        monkeypatch.setattr(agent._control, "_carry_out", lambda actions: None)
+        agent._control.do(agent._node.failed, "the data plane was interrupted")
         with pytest.raises(Gone, match="the data plane was interrupted"):
             agent.boundary(0, 1.0)
 

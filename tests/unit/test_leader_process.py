@@ -172,10 +172,10 @@ def test_a_leader_tells_all_that_rank_0_has_ended_after_what_that_has_said_last(
         ending.start()
         led.close(well=False)
         ending.join(DEADLINE)
-        until(lambda: isinstance(agents[1]._failed, act.Failed))
+        until(lambda: isinstance(agents[1]._control.failed, act.Failed))
         why = "it has no data" if said else f"its process {led.process._charge.pid} has ended"
-        assert agents[1]._failed is not None
-        assert agents[1]._failed.reason == f"replica 0 cannot go on: its shard 0 is lost: {why}"
+        assert agents[1]._control.failed is not None
+        assert agents[1]._control.failed.reason == f"replica 0 cannot go on: its shard 0 is lost: {why}"
         until(lambda: bool(job.events_of("suspect")))
         assert job.events_of("suspect")[0]["reason"] == f"its shard 0 is lost: {why}"
     finally:
