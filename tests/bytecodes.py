@@ -33,7 +33,7 @@ def group_of_two() -> Iterator[Group]:
     """A group in a step loop, the other member of which is its own mirror image, so that no op waits."""
     exchange, segment = mirrored()
     group = Group.__new__(Group)
-    Calls.__init__(group, 0, HostCalls(2), exchange)
+    Calls.__init__(group, "", 0, None, HostCalls(2), exchange)
     group._runs, group.drained, group._loop, group._stamp = True, False, threading.get_ident(), stamp_of(0)
     group.internals = SimpleNamespace(lag=0, outside=False)  # type: ignore[assignment]
     try:

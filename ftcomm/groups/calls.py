@@ -20,6 +20,7 @@ from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, Mismatc
 from ftcomm.kernels.call_codes import COMPRESSIONS, UNKNOWN
 from ftcomm.kernels.dtypes import BYTES
 from ftcomm.p2p.calls import Messages
+from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.process.turn import Series, Turn
 from ftcomm.recorder.callers import find, known
 from ftcomm.recorder.files import process_recorder
@@ -113,13 +114,13 @@ class Calls(Messages):
     new one with its shape is returned.
     """
 
-    _exchange: GroupExchange[Any]
-    _engine: CallEngine
     _site: tuple[CodeType | None, int, int] = (None, 0, 0)  # the last place of a call, and how it is recorded
 
-    def __init__(self, me: int, engine: CallEngine, exchange: GroupExchange[Any]) -> None:
-        """`me`: the number of this member."""
-        self._me, self._engine, self._exchange = me, engine, exchange
+    def __init__(
+        self, name: str, me: int, p2p: ProgressEngine, engine: CallEngine, exchange: GroupExchange[Any]
+    ) -> None:
+        super().__init__(name, me, p2p)
+        self._engine, self._exchange = engine, exchange
         self._turn: Turn[Operation] = Turn(_done)
 
     def _when(self) -> tuple[int, int]:

@@ -94,8 +94,6 @@ class Group(Calls):
         room_for(settings.replicas - 1, rank_name(settings.replica, settings.shard), led)
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
-        self.name = ALL
-        self.roster: tuple[int, ...] = ()
         self.contributors: tuple[int, ...] = ()
         self.drained = False
         self._runs = False  # whether this rank is in a view
@@ -104,7 +102,7 @@ class Group(Calls):
         prepare(settings.transport, f"{self.replica}.{self.shard}")
         sock = open_port(settings.host)
         engine = open_engine(settings)
-        self._p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, engine.slots)
+        p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, engine.slots)
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
         died = "its process died" if leader is None else f"the process of its shard {settings.shard} died"
@@ -113,17 +111,18 @@ class Group(Calls):
             self.replica,
             engine,
             Events(self._stalled, self._failed, self._lost, self._diverged),
-            self._p2p,
+            p2p,
             Terms((settings.host, port), settings.data, settings.algorithm, settings.tuning, settings.rack),
             GroupKind.JOB,
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, died, proof=True),
         )
-        super().__init__(self.replica, engine, communicator.exchange)
+        super().__init__(ALL, self.replica, p2p, engine, communicator.exchange)
+        self.roster = ()
         self._segment = communicator.segment
         data_plane = LocalDataPlane(
             settings.shard,
             communicator,
-            self._p2p,
+            p2p,
             dial=lambda there, fields: self._agent.dial_address(there, PURPOSE, fields),
             on_view=self._entered,
             on_failed=self._ended,

@@ -53,9 +53,9 @@ class StaticGroup(Calls):
 
     def __init__(self, internals: StaticGroupInternals) -> None:
         self.internals = internals
-        super().__init__(internals.me, HostCalls(len(internals.roster)), internals.exchange)
-        self.name, self.roster, self.op_timeout = internals.name, internals.roster, internals.op_timeout
-        self._p2p = internals.p2p
+        engine = HostCalls(len(internals.roster))
+        super().__init__(internals.name, internals.me, internals.p2p, engine, internals.exchange)
+        self.roster, self.op_timeout = internals.roster, internals.op_timeout
 
     @classmethod
     def in_job(

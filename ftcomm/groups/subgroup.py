@@ -30,8 +30,9 @@ class Subgroup(Calls):
 
     def __init__(self, internals: SubgroupInternals, on_closed: Callable[[Subgroup], None]) -> None:
         self.internals, self._on_closed = internals, on_closed
-        super().__init__(internals.replica, HostCalls(internals.size), internals.exchange)
-        self.name, self.replica, self._p2p = internals.name, internals.replica, internals.p2p
+        self.replica = internals.replica
+        engine = HostCalls(internals.size)
+        super().__init__(internals.name, internals.replica, internals.p2p, engine, internals.exchange)
 
     def __str__(self) -> str:
         return str(self.internals)

@@ -145,8 +145,10 @@ class Messages:
 
     roster: tuple[int, ...]  # the members' numbers in rank order; changes only at step boundaries
     name: str = ""  # of the group, also in recordings
-    _me: int  # the number of this member
-    _p2p: ProgressEngine
+
+    def __init__(self, name: str, me: int, p2p: ProgressEngine) -> None:
+        """`me`: the number of this member."""
+        self.name, self._me, self._p2p = name, me, p2p
 
     @property
     def rank(self) -> int:

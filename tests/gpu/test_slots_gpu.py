@@ -33,7 +33,7 @@ class Member(Messages):
     def __init__(self, me: int, ranks: Ranks, members: list[Member]) -> None:
         from ftcomm.engines.gpu_kernel.slots import DeviceSlots
 
-        self._me, self.roster, self.members = me, tuple(range(len(ranks.devices))), members
+        self.roster, self.members = tuple(range(len(ranks.devices))), members
         self.slots = DeviceSlots(ranks.devices[me], ranks.segments[me].nonce)
         self.puts = 0
         put = self.slots.put
@@ -43,7 +43,7 @@ class Member(Messages):
             put(slot, source, nbytes)
 
         self.slots.put = counted  # type: ignore[method-assign]
-        self._p2p = ProgressEngine(f"rank {me}", self._dial, str, self.slots)
+        super().__init__("", me, ProgressEngine(f"rank {me}", self._dial, str, self.slots))
 
     def _default_timeout(self) -> float:
         return LONG

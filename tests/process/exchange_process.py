@@ -257,7 +257,8 @@ class Caller(Calls):
     """The calls of a group."""
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
-        super().__init__(member.replica, HostCalls(member.segment.layout.members), member.exchange)
+        engine = HostCalls(member.segment.layout.members)
+        super().__init__("", member.replica, None, engine, member.exchange)
         self.roster = roster
 
 

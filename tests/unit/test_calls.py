@@ -32,7 +32,7 @@ class Caller(Calls):
     stamp, lag = UNKNOWN, 0
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
-        super().__init__(member.replica, HostCalls(len(roster)), member.exchange)
+        super().__init__("", member.replica, None, HostCalls(len(roster)), member.exchange)
         self.roster = roster
 
     def _when(self) -> tuple[int, int]:
@@ -446,7 +446,7 @@ def test_all_give_one_member_no_more_than_its_mirrors_have_room_for() -> None:
         op.finish()
 
     exchange: Any = SimpleNamespace(run=run)
-    group, x = Alone(0, HostCalls(200), exchange), np.zeros(4, np.uint8)
+    group, x = Alone("", 0, None, HostCalls(200), exchange), np.zeros(4, np.uint8)
     group.allgather(np.zeros(800, np.uint8), x)
     group.gather(np.zeros(800, np.uint8), x, 0)
     group.reduce(x, 0)

@@ -329,7 +329,7 @@ def test_an_op_calls_no_more_functions_than_it_needs() -> None:
             """As that of `Group`, which calls nothing in a replica that runs."""
 
     exchange, segment = mirrored()
-    caller, array, called = Member(0, HostCalls(2), exchange), np.zeros(256, np.float32), 0
+    caller, array, called = Member("", 0, None, HostCalls(2), exchange), np.zeros(256, np.float32), 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal called

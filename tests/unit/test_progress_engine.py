@@ -35,9 +35,9 @@ class Rank(Messages):
     """Rank `me` of `posts`, which are connected with each other when somebody dials."""
 
     def __init__(self, me: int, members: list[Rank], size: int) -> None:
-        self._me, self.roster, self.members = me, tuple(range(size)), members
+        super().__init__("", me, ProgressEngine(f"rank {me}", self._dial, lambda peer: f"rank {peer}"))
+        self.roster, self.members = tuple(range(size)), members
         self.unreachable: set[int] = set()
-        self._p2p = ProgressEngine(f"rank {me}", self._dial, lambda peer: f"rank {peer}")
 
     def _default_timeout(self) -> float:
         return DEADLINE
@@ -492,8 +492,8 @@ class InJob(Messages):
     """Replica `me` of two."""
 
     def __init__(self, me: int, dial: Callable[..., socket.socket]) -> None:
-        self._me, self.roster = me, (0, 1)
-        self._p2p: JobProgressEngine = JobProgressEngine(me, 0, dial)
+        super().__init__("", me, JobProgressEngine(me, 0, dial))
+        self.roster = (0, 1)
 
     def _default_timeout(self) -> float:
         return DEADLINE

@@ -381,7 +381,7 @@ def test_each_call_is_recorded_with_its_line_whatever_functions_it_goes_through(
         op.finish()
 
     exchange: Any = SimpleNamespace(run=run)
-    group, x = Alone(0, HostCalls(1), exchange), np.zeros(4, np.float32)
+    group, x = Alone("", 0, None, HostCalls(1), exchange), np.zeros(4, np.float32)
     inside: Any = {"__name__": "ftcomm.training.some", "group": group}
     exec("def reduce(x):\n    group.allreduce(x)\n", inside)
     for _ in range(2):

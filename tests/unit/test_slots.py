@@ -61,11 +61,11 @@ class Watched(DeviceSlots):
 
 class Rank(Messages):
     def __init__(self, me: int, members: list[Rank], size: int) -> None:
-        self._me, self.roster, self.members = me, tuple(range(size)), members
+        self.roster, self.members = tuple(range(size)), members
         self.segment = Segment(LAYOUT)
         self.device = InterpretDevice(self.segment)
         self.slots = Watched(self.device, self.segment.nonce)
-        self._p2p = ProgressEngine(f"rank {me}", self._dial, lambda peer: f"rank {peer}", self.slots)
+        super().__init__("", me, ProgressEngine(f"rank {me}", self._dial, "rank {}".format, self.slots))
 
     def peer(self, of: Rank) -> ShmPeer:
         return ShmPeer(of._me, os.getpid(), of.segment.fd, of.segment.nonce, LAYOUT)
