@@ -6,8 +6,8 @@ format of `torch.distributed.checkpoint`, from a copy in host memory and by a th
     checkpoints/
         .step-00000300.5f3a.../      being written, or left by a replica that has died
         step-00000200/               complete, all of it on the disk
-            rank-0/                  for each rank of a replica: __0_0.distcp, .metadata, skeleton, index
-            rank-1/
+            shard-0/                 for each shard: __0_0.distcp, .metadata, skeleton, index
+            shard-1/
 
 A rename gives a checkpoint its name when everything is in it, and takes the name away before anything is removed. So
 what has the name is complete, whichever process dies when. Later changes on the disk are found by checksums (CRC-32 of
@@ -203,7 +203,7 @@ class Checkpoints:
 
     def _write(self, step: int, unnamed: Path, flat: FlatState, stall: float) -> None:
         started = time.monotonic()
-        part = unnamed / f"rank-{self._group.shard}"
+        part = unnamed / f"shard-{self._group.shard}"
         try:
             self._abandon(step, unnamed)
             write(part, flat)
@@ -230,17 +230,17 @@ class Checkpoints:
         for path in _entries(self._folder):
             match = _UNNAMED.fullmatch(path.name)
             earlier = match and int(match[1]) < step and path.suffix == unnamed.suffix
-            if earlier and not (path / f"rank-{self._group.shard}").exists():
+            if earlier and not (path / f"shard-{self._group.shard}").exists():
                 shutil.rmtree(path, ignore_errors=True)
 
     def _load(self, path: Path) -> None:
-        ranks = len(list(path.glob("rank-*")))
+        ranks = len(list(path.glob("shard-*")))
         if ranks != self._ranks:
             raise StateError(
                 f"{path} was written by replicas of {ranks} ranks, here they have {self._ranks}; restart with as many "
                 "ranks a replica, of as many replicas as you like"
             )
-        flat = read(path / f"rank-{self._group.shard}")
+        flat = read(path / f"shard-{self._group.shard}")
         found = first_difference(flatten(self._state).skeleton, flat.skeleton)
         if found is not None:
             raise StateError(f"{path} does not fit here: {found} (there: in the checkpoint). {SAME_SCRIPT}")
@@ -321,7 +321,7 @@ def _first(error: BaseException) -> BaseException:
 
 def finish(folder: Path, step: int, unnamed: Path, ranks: int) -> bool:
     """Give `unnamed` its name if the parts of all ranks are there. Each rank tries, and the last one succeeds."""
-    if any(not (unnamed / f"rank-{rank}" / "index").exists() for rank in range(ranks)):
+    if any(not (unnamed / f"shard-{rank}" / "index").exists() for rank in range(ranks)):
         return False
     try:
         _sync(unnamed)

@@ -94,10 +94,10 @@ def flat(value: float = 1.0) -> FlatState:
 
 def test_only_the_last_of_the_ranks_gives_it_its_name(tmp_path: Path) -> None:
     unnamed = tmp_path / ".step-00000007.life"
-    write(unnamed / "rank-1", flat())
+    write(unnamed / "shard-1", flat())
     assert not finish(tmp_path, 7, unnamed, 2)
     assert complete(tmp_path) == []
-    write(unnamed / "rank-0", flat())
+    write(unnamed / "shard-0", flat())
     assert finish(tmp_path, 7, unnamed, 2)
     assert not finish(tmp_path, 7, unnamed, 0), "the other of two that came last at once"
     assert complete(tmp_path) == [7]
@@ -114,20 +114,20 @@ def test_the_last_are_kept_and_what_may_still_be_completed(tmp_path: Path) -> No
 
 
 def test_the_tensors_have_their_names_for_others_who_read_them(tmp_path: Path) -> None:
-    write(tmp_path / "rank-0", flat(3.0))
+    write(tmp_path / "shard-0", flat(3.0))
     weight = {"model.weight": torch.empty(3, 2)}
-    torch.distributed.checkpoint.load(weight, checkpoint_id=tmp_path / "rank-0")
+    torch.distributed.checkpoint.load(weight, checkpoint_id=tmp_path / "shard-0")
     assert torch.equal(weight["model.weight"], torch.full((3, 2), 3.0))
 
 
 def test_one_that_is_damaged_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "rank-0", flat())
-    shutil.copytree(tmp_path / "rank-0", tmp_path / "rank-1")
-    (tmp_path / "rank-0/__0_0.distcp").write_bytes(b"")
-    (tmp_path / "rank-1/skeleton").unlink()
+    write(tmp_path / "shard-0", flat())
+    shutil.copytree(tmp_path / "shard-0", tmp_path / "shard-1")
+    (tmp_path / "shard-0/__0_0.distcp").write_bytes(b"")
+    (tmp_path / "shard-1/skeleton").unlink()
     for rank in range(2):
-        with pytest.raises(StateError, match=f"rank-{rank} cannot be read: .* take it away, and an older one"):
-            read(tmp_path / f"rank-{rank}")
+        with pytest.raises(StateError, match=f"shard-{rank} cannot be read: .* take it away, and an older one"):
+            read(tmp_path / f"shard-{rank}")
 
 
 def flip(path: Path, place: int) -> None:
@@ -138,7 +138,7 @@ def flip(path: Path, place: int) -> None:
 
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     """torch's own reader loads it."""
-    path = tmp_path / "rank-0"
+    path = tmp_path / "shard-0"
     write(path, flat(3.0))
     data = path / "__0_0.distcp"
     flip(data, data.read_bytes().index(struct.pack("6f", *[3.0] * 6)) + 7)
@@ -151,12 +151,12 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_damaged_skeleton_is_named(tmp_path: Path, checked: bool) -> None:
-    path = tmp_path / "rank-0"
+    path = tmp_path / "shard-0"
     write(path, flat())
     flip(path / "skeleton", 0)
     if not checked:
         change_index(path, lambda index: index.update(skeleton=zlib.crc32((path / "skeleton").read_bytes())))
-    with pytest.raises(StateError, match=r"rank-0/skeleton (has changed|is of no use).* take it away") as raised:
+    with pytest.raises(StateError, match=r"shard-0/skeleton (has changed|is of no use).* take it away") as raised:
         read(path)
     assert "same script" not in str(raised.value)
 
@@ -170,18 +170,18 @@ def change_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda index: index["tensors"][1].update(file="../rank-1/__0_0.distcp"), "leads out of the folder, to '../"),
+        (lambda index: index["tensors"][1].update(file="../shard-1/__0_0.distcp"), "leads out of the folder, to '../"),
         (lambda index: index["tensors"].pop(), "its index has 1 tensors, its skeleton 2"),
         (lambda index: index["tensors"][0].update(offset=1 << 40), "1 of 2 tensors .* have changed"),
-        (lambda index: index["tensors"][0].update(offset=-1), "rank-0/index is damaged: .*`int` >= 0"),
+        (lambda index: index["tensors"][0].update(offset=-1), "shard-0/index is damaged: .*`int` >= 0"),
         (lambda index: index["tensors"].reverse(), "2 of 2 tensors .* have changed"),
-        (lambda index: index["tensors"][0].pop("crc"), "rank-0/index is damaged: .*missing required field `crc`"),
+        (lambda index: index["tensors"][0].pop("crc"), "shard-0/index is damaged: .*missing required field `crc`"),
     ],
 )
 def test_an_index_is_checked(tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
-    path = tmp_path / "rank-0"
+    path = tmp_path / "shard-0"
     write(path, flat())
-    shutil.copytree(path, tmp_path / "rank-1")
+    shutil.copytree(path, tmp_path / "shard-1")
     change_index(path, change)
     with pytest.raises(StateError, match=f"cannot be read: .*{said}"):
         read(path)
@@ -189,10 +189,10 @@ def test_an_index_is_checked(tmp_path: Path, change: Callable[[dict[str, Any]], 
 
 @pytest.mark.parametrize("rubbish", [b"", b"x", b"{}", b'{"skeleton": 1', bytes(1000)])
 def test_a_damaged_index_is_named(tmp_path: Path, rubbish: bytes) -> None:
-    path = tmp_path / "rank-0"
+    path = tmp_path / "shard-0"
     write(path, flat())
     (path / "index").write_bytes(rubbish)
-    with pytest.raises(StateError, match=r"rank-0/index is damaged: .*take it away"):
+    with pytest.raises(StateError, match=r"shard-0/index is damaged: .*take it away"):
         read(path)
 
 
@@ -212,8 +212,8 @@ def test_every_dtype_and_shape_is_found(tmp_path: Path) -> None:
             }.items()
         }
     ).on_host()
-    write(tmp_path / "rank-0", written)
-    found = read(tmp_path / "rank-0")
+    write(tmp_path / "shard-0", written)
+    found = read(tmp_path / "shard-0")
     assert len(found.tensors) == 8
     assert found.skeleton == written.skeleton  # names, dtypes and shapes
     assert found.views() == written.views()
@@ -247,7 +247,7 @@ def test_one_that_a_single_rank_could_not_write_is_whole_when_that_has_written_i
         assert [rank for _, rank, note in one.notes() if note["kind"] == "failed"] == [0]
         assert complete(folder) == [5], list(folder.rglob("*"))
         for rank in range(2):
-            read(folder / f"step-00000005/rank-{rank}")
+            read(folder / f"step-00000005/shard-{rank}")
 
 
 @dataclasses.dataclass
@@ -276,17 +276,17 @@ def test_what_can_never_be_completed_is_taken_away_and_nothing_that_may_be(tmp_p
     never, mine, later, foreign = (
         tmp_path / part
         for part in (
-            ".step-00000004.life/rank-0",
-            ".step-00000005.life/rank-1",
-            ".step-00000007.life/rank-0",
-            ".step-00000004.another/rank-0",
+            ".step-00000004.life/shard-0",
+            ".step-00000005.life/shard-1",
+            ".step-00000007.life/shard-0",
+            ".step-00000004.another/shard-0",
         )
     )
     for part in (never, mine, later, foreign):
         part.mkdir(parents=True)
     group: Any = Alone(replica=0, shard=1, shards=2)
     Checkpoints(tmp_path, {"model": torch.nn.Linear(2, 3)}, group=group).close(6)
-    assert (tmp_path / ".step-00000006.life/rank-1/index").exists()
+    assert (tmp_path / ".step-00000006.life/shard-1/index").exists()
     assert not never.parent.exists(), "it keeps the space"
     assert mine.exists()
     assert foreign.exists()
@@ -355,7 +355,7 @@ class Trap:
 
 def test_nothing_of_a_checkpoint_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own reader does that."""
-    path, trap = tmp_path / "rank-0", tmp_path / "trap"
+    path, trap = tmp_path / "shard-0", tmp_path / "trap"
     write(path, flat(3.0))
     (path / ".metadata").write_bytes(pickle.dumps(Trap(trap)))
     for name in ("load", "loads", "Unpickler", "_Unpickler"):
