@@ -33,8 +33,7 @@ if TYPE_CHECKING:
         TransportError,
     )
     from ftcomm.groups.calls import Span, Work
-    from ftcomm.groups.group import (
-        Group,
+    from ftcomm.groups.default_group import (
         allgather,
         allreduce,
         alltoall,
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
         shutdown,
         verify,
     )
+    from ftcomm.groups.group import Group
     from ftcomm.training.steps import steps
 
 # One thread's stores become visible to another in their order because of the interpreter lock.
@@ -65,12 +65,13 @@ __version__ = "0.2.0"
 
 _HOME = {
     **dict.fromkeys(("Span", "Work"), "ftcomm.groups.calls"),
-    **dict.fromkeys(("Group", "default_group", "init", "report", "shutdown", "verify"), "ftcomm.groups.group"),
+    "Group": "ftcomm.groups.group",
+    **dict.fromkeys(("default_group", "init", "report", "shutdown", "verify"), "ftcomm.groups.default_group"),
     **dict.fromkeys(
         ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier"),
-        "ftcomm.groups.group",
+        "ftcomm.groups.default_group",
     ),
-    **dict.fromkeys(("send", "recv"), "ftcomm.groups.group"),
+    **dict.fromkeys(("send", "recv"), "ftcomm.groups.default_group"),
     **dict.fromkeys(("steps",), "ftcomm.training.steps"),
     **dict.fromkeys(
         (

@@ -77,7 +77,7 @@ def allreduce(tree: Any, op: str = "sum", *, group: Group | None = None) -> Any:
 
 def _reduce(arrays: tuple[Any, ...], op: str, group: Group | None) -> list[Any]:
     if group is None:
-        from ftcomm.groups.group import default_group
+        from ftcomm.groups.default_group import default_group
 
         group = default_group()
     works = [group.allreduce(np.array(each, order="C"), op, async_op=True) for each in arrays]

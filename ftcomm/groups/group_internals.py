@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ftcomm.control import handshake
     from ftcomm.control.agent import Agent
     from ftcomm.control.incoming import Handler
+    from ftcomm.control.script_end import ScriptEnd
     from ftcomm.control.sealed import Channel
     from ftcomm.control.views import Address, View
     from ftcomm.settings import Settings
@@ -58,6 +59,8 @@ class Internals:
     when: the stamp of a call that this thread makes now, and the lag; see `Operation`.
     next_boundary: the number of the step boundary that is to come; 0 before this rank is in a view.
     stalled_seconds: for how long ops of this rank have stood still, for members that did not move, or were lost.
+    join: takes part in the job; called once, before the first op.
+    end_as: leaves the job as the script has ended, with an error.
     catching_up: whether this replica has joined a running job, and has not caught up yet.
     outside: whether it has joined a running job, and has not passed its first boundary yet.
     lag: boundaries passed beyond the training steps: of repeated steps, of pauses, and at the end of a step loop.
@@ -84,11 +87,13 @@ class Internals:
         when: Callable[[], tuple[int, int]],
         next_boundary: Callable[[], int],
         stalled_seconds: Callable[[], float],
+        join: Callable[[], None],
+        end_as: Callable[[ScriptEnd], None],
     ) -> None:
         self._agent, self._view = agent, view
         self.port, self.router, self.exchange, self.op_timeout = port, router, exchange, op_timeout
         self.may_call, self.when, self.stalled_seconds = may_call, when, stalled_seconds
-        self.next_boundary = next_boundary
+        self.next_boundary, self.join, self.end_as = next_boundary, join, end_as
         # Until the script comes to such an exchange.
         agent.serve(INTRA_REPLICA, lambda channel, fields: channel.close())
         self.catching_up = self.outside = False

@@ -232,7 +232,7 @@ class _Functions(DistributedTrainFnUtils):  # type: ignore[misc]
 
 
 def _group() -> Any:
-    from ftcomm.groups.group import existing_group
+    from ftcomm.groups.default_group import existing_group
 
     return existing_group()
 

@@ -90,7 +90,7 @@ class GradientBuckets:
         compression: str | None = None,
     ) -> None:
         if group is None:
-            from ftcomm.groups.group import default_group
+            from ftcomm.groups.default_group import default_group
 
             group = default_group()
         if bucket_bytes < 1:

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import ftcomm.groups.group
+import ftcomm.groups.default_group
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import ArgumentError, SettingsError
 from ftcomm.groups.static_group import StaticGroup
@@ -63,7 +63,7 @@ def create(options: Any, dimension: Any) -> FtProcessGroup:
         return ReconfigurableGroup(options.group_rank, options.group_size, seconds, name=name)
     _check(seconds)  # all ranks raise it before one of them waits for another
     if ranks:  # not the world, which must exist then
-        group = ftcomm.groups.group.default_group()
+        group = ftcomm.groups.default_group.default_group()
     elif rendezvous.in_job():
         group = rendezvous.joined()
     else:
@@ -88,7 +88,7 @@ def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: st
     wanted = [worlds[rank] for rank in ranks]
     if dist.get_rank() not in wanted:
         return None
-    group = ftcomm.groups.group.default_group()
+    group = ftcomm.groups.default_group.default_group()
     _check(timeout)
     name = f"{parent.group_name} split {parent.splits} {wanted}" if name is None else name
     calls, members, end = _beneath(group, wanted, None, f"torch {name}", timeout)
@@ -154,7 +154,7 @@ def _leaving(end: Callable[[], None]) -> Callable[[], None]:
 
 def _check(timeout: float) -> None:
     """Refuse a timeout after which a call would fail before a silent replica is removed: no op would survive."""
-    group = ftcomm.groups.group.existing_group()
+    group = ftcomm.groups.default_group.existing_group()
     heartbeat = (timeouts(os.environ) if group is None else group.settings.timeouts).heartbeat
     if timeout <= heartbeat:
         raise SettingsError(

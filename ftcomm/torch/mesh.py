@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-import ftcomm.groups.group
+import ftcomm.groups.default_group
 from ftcomm.errors import ArgumentError
 from ftcomm.groups.group import Group
 from ftcomm.torch.create import Dimension
@@ -60,7 +60,7 @@ def init_device_mesh(
     if inner == "ftcomm":
         if not dist.is_initialized():
             dist.init_process_group("ftcomm")
-        group = ftcomm.groups.group.default_group()
+        group = ftcomm.groups.default_group.default_group()
     else:
         group = own_world(usual_backend() if inner == "nccl" else inner)
     shape = _shape(group, mesh_shape, names)

@@ -119,18 +119,18 @@ def place(group: Group) -> tuple[int, int]:
 
 def in_job() -> bool:
     """Whether `ftcomm.init` has been called here, or `ftcomm run` has started this process."""
-    group = sys.modules.get("ftcomm.groups.group")
+    group = sys.modules.get("ftcomm.groups.default_group")
     return "FTCOMM_COORDINATOR" in os.environ or (group is not None and group.existing_group() is not None)
 
 
 def joined() -> Group:
     """The default group; if there is none yet, it joins the job that the environment names."""
     global _ours
-    import ftcomm.groups.group
+    import ftcomm.groups.default_group
 
-    if ftcomm.groups.group.existing_group() is None:
-        _ours = ftcomm.groups.group.init()
-    return ftcomm.groups.group.default_group()
+    if ftcomm.groups.default_group.existing_group() is None:
+        _ours = ftcomm.groups.default_group.init()
+    return ftcomm.groups.default_group.default_group()
 
 
 def leave() -> None:
@@ -138,11 +138,11 @@ def leave() -> None:
     its way out with an error, or has ended with one, this rank has done its work."""
     global _ours
     group, _ours = _ours, None
-    import ftcomm.groups.group
+    import ftcomm.groups.default_group
 
     well = sys.exc_info()[0] is None and not (ending.over() and ending.failure())
-    if group is not None and ftcomm.groups.group.existing_group() is group and well:
-        ftcomm.groups.group.shutdown()
+    if group is not None and ftcomm.groups.default_group.existing_group() is group and well:
+        ftcomm.groups.default_group.shutdown()
 
 
 def join_by_environment(timeout: timedelta | None = None) -> Group:
@@ -155,9 +155,9 @@ def join_by_environment(timeout: timedelta | None = None) -> Group:
 def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Group:
     """The default group of a program that some other launcher has started, with a coordinator of its own."""
     global _ours, _met
-    import ftcomm.groups.group
+    import ftcomm.groups.default_group
 
-    group = ftcomm.groups.group.existing_group()
+    group = ftcomm.groups.default_group.existing_group()
     if group is not None:
         return group
     shards = _shards(size)
@@ -206,7 +206,7 @@ def _join(
     host: str,
     asked: dict[str, Any],
 ) -> Group:
-    import ftcomm.groups.group
+    import ftcomm.groups.default_group
 
     leader, listener = "", None
     if shards > 1:
@@ -228,7 +228,7 @@ def _join(
         **asked,
     )
     settings.check()
-    return ftcomm.groups.group.init(settings)
+    return ftcomm.groups.default_group.init(settings)
 
 
 def told(value: bytes) -> tuple[str, str, str]:

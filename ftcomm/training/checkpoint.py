@@ -89,7 +89,7 @@ class Checkpoints:
         group: Group | None = None,
     ) -> None:
         if group is None:
-            from ftcomm.groups.group import default_group
+            from ftcomm.groups.default_group import default_group
 
             group = default_group()
         if every < 1 or keep < 1:

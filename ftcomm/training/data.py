@@ -86,7 +86,7 @@ class Batches:
         group: Group | None = None,
     ) -> None:
         if group is None:
-            from ftcomm.groups.group import default_group
+            from ftcomm.groups.default_group import default_group
 
             group = default_group()
         self._group = group

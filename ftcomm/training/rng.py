@@ -43,7 +43,7 @@ class Rng:
         if self._apart:
             group = self._group
             if group is None:
-                from ftcomm.groups.group import default_group
+                from ftcomm.groups.default_group import default_group
 
                 group = self._group = default_group()
             who = (group.replica, group.shard if self._part is None else self._part)

@@ -134,7 +134,7 @@ class StepLoop:
         initial_state: str | None = None,
     ) -> None:
         if group is None:
-            from ftcomm.groups.group import default_group
+            from ftcomm.groups.default_group import default_group
 
             group = default_group()
         self._group = group

@@ -26,6 +26,7 @@ FLOORS = (
     "data_plane static_pairs subgroup_internals",
     "static_internals subgroup",
     "group static_group",
+    "default_group",
     "groups",  # its __init__
     "monitoring jax",
     "training launch",

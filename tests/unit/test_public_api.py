@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ftcomm
-import ftcomm.groups.group
+import ftcomm.groups.default_group
 from ftcomm.groups.static_group import StaticGroup
 from ftcomm.groups.subgroup import Subgroup
 from ftcomm.p2p.progress import ProgressEngine
@@ -152,7 +152,7 @@ def test_the_module_has_the_calls_of_the_group(name: str, monkeypatch: pytest.Mo
     assert name in ftcomm.__all__
     said: list[Any] = []
     default, other = (SimpleNamespace(**{name: lambda *a, who=who, **k: said.append((who, a, k))}) for who in "do")
-    monkeypatch.setattr(ftcomm.groups.group, "_default", default)
+    monkeypatch.setattr(ftcomm.groups.default_group, "_default", default)
     function(1, op=2)
     function(3, group=other)
     assert said == [("d", (1,), {"op": 2}), ("o", (3,), {})]
