@@ -7,7 +7,7 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +106,16 @@ class Job:
         return UNKNOWN, 0
 
 
+def view_of(replicas: Iterable[int], epoch: int, step: int) -> View:
+    """A view of replicas of one rank, which has the number of its replica for a port."""
+    addresses = {r: Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)) for r in replicas}
+    return View(epoch, step, tuple(Member(r, f"life-{r}", there, True) for r, there in addresses.items()))
+
+
+def dialer(boards: list[Board]) -> Callable[[Address, str, handshake.Fields, float], socket.socket]:
+    return lambda there, purpose, fields, timeout: boards[there.port].ring(fields)
+
+
 def nothing(*said: Any) -> None:
     pass
 
@@ -152,14 +162,8 @@ def test_the_memory_of_a_group_is_gone_when_it_is_closed_and_dropped() -> None:
 
     def use() -> None:
         boards = [Board(), Board()]
-        first = View(
-            1,
-            0,
-            tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1)),
-        )
-
-        def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
-            return boards[there.port].ring(fields)
+        dial = dialer(boards)
+        first = view_of((0, 1), 1, 0)
 
         groups = [make(Job(replica, board, first), dial) for replica, board in enumerate(boards)]
         together(lambda i: groups[i].internals.begin(30.0), 2)
@@ -178,9 +182,7 @@ def test_the_memory_of_a_group_is_gone_when_it_is_closed_and_dropped() -> None:
 @pytest.mark.parametrize("data", ["none", "mac", "aes-gcm"])
 def test_no_op_waits_behind_the_next(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow(monkeypatch)
-    first = View(
-        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
-    )
+    first = view_of((0, 1), 1, 0)
     boards = [Board(), Board()]
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> Channel:
@@ -204,14 +206,9 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
     """A member has its result, closes the group and makes the next one, before the other one has closed the first. If
     the view changes then, that one asks for accounts, too, must not be taken for the other's next group, and goes on
     without the one that has closed it."""
-    first = View(
-        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
-    )
+    first = view_of((0, 1), 1, 0)
     boards = [Board(), Board()]
-
-    def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
-        return boards[there.port].ring(fields)
-
+    dial = dialer(boards)
     jobs = [Job(replica, board, first) for replica, board in enumerate(boards)]
 
     def both(*calls: Callable[[], Any]) -> list[Any]:
@@ -257,14 +254,9 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
 def test_a_late_question_from_a_group_that_was_closed_is_not_taken_for_one_from_the_next() -> None:
     """A member was stopped while it asked, before it knew the segment that it asks. The other one has its answer, has
     gone on without hearing more of it, has closed the group, and makes the next one."""
-    first = View(
-        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
-    )
+    first = view_of((0, 1), 1, 0)
     boards = [Board(), Board()]
-
-    def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
-        return boards[there.port].ring(fields)
-
+    dial = dialer(boards)
     jobs = [Job(replica, board, first) for replica, board in enumerate(boards)]
     groups = [make(job, dial) for job in jobs]
     together(lambda i: groups[i].internals.begin(30.0), 2)
@@ -291,14 +283,9 @@ def test_a_joiner_that_closes_a_group_before_it_was_in_it_is_not_met_in_its_next
 ) -> None:
     """The others still have the first group, and are about to ask the joiner; then all close it, and make the next."""
     monkeypatch.setattr(subgroup_internals, "PARTING", DEADLINE)
-    second = View(
-        2, 1, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
-    )
+    second = view_of((0, 1), 2, 1)
     boards = [Board(), Board()]
-
-    def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
-        return boards[there.port].ring(fields)
-
+    dial = dialer(boards)
     jobs = [Job(replica, board, View(1, 0, second.members[:1])) for replica, board in enumerate(boards)]
     boards[1] = jobs[1].router = Board()
     groups = [make(job, dial) for job in jobs]
@@ -334,14 +321,9 @@ def test_a_joiner_that_could_not_wait_longer_with_closing_is_not_met_in_its_next
     """The others have been stopped for so long. They still have the first group, in which they have done an op, and ask
     the joiner, which knows none of their segments: that they made their group before it came tells it."""
     monkeypatch.setattr(subgroup_internals, "PARTING", 0.0)
-    second = View(
-        2, 1, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
-    )
+    second = view_of((0, 1), 2, 1)
     boards = [Board(), Board()]
-
-    def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
-        return boards[there.port].ring(fields)
-
+    dial = dialer(boards)
     jobs = [Job(replica, board, View(1, 0, second.members[:1])) for replica, board in enumerate(boards)]
     boards[1] = jobs[1].router = Board()  # it has come to a running job, and is in no view yet
     groups = [make(job, dial) for job in jobs]
@@ -381,20 +363,16 @@ class ShortTimeouts(Job):
 def members(count: int) -> Iterator[tuple[list[Subgroup], list[Stall], Callable[[View], None]]]:
     """All members of a group that have done one op, the stalls that they report, and a way to enter a view."""
     all_ = tuple(range(count))
-    first = View(
-        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in all_)
-    )
+    first = view_of(all_, 1, 0)
     boards, stalls = [Board() for _ in all_], list[Stall]()
-
-    def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
-        return boards[there.port].ring(fields)
 
     def enter(view: View) -> None:
         for board in boards:
             board.job_entered(view)
 
     groups = [
-        make(ShortTimeouts(replica, board, first), dial, stalls.append, all_) for replica, board in enumerate(boards)
+        make(ShortTimeouts(replica, board, first), dialer(boards), stalls.append, all_)
+        for replica, board in enumerate(boards)
     ]
     try:
         together(lambda i: groups[i].internals.begin(30.0), count)
@@ -466,14 +444,9 @@ def test_groups_that_are_closed_together_wait_together(monkeypatch: pytest.Monke
 
 def test_a_joiner_goes_on_without_a_group_that_the_others_have_closed() -> None:
     """It makes its groups as in its first life. The first call says what is the matter, if they never make it again."""
-    first = View(
-        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
-    )
+    first = view_of((0, 1), 1, 0)
     boards = [Board(), Board()]
-
-    def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
-        return boards[there.port].ring(fields)
-
+    dial = dialer(boards)
     jobs = [ShortTimeouts(replica, board, first) for replica, board in enumerate(boards)]
     groups = [make(job, dial) for job in jobs]
     together(lambda i: groups[i].internals.begin(30.0), 2)
