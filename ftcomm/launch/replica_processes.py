@@ -63,25 +63,12 @@ class ReplicaProcesses:
         self.restarts = Restarts()
         self.starts = 0
         self.started = 0.0  # time.monotonic()
-        self.death: Death | None = None
-        self.asked_to_end = False  # by the launcher, so its death is no failure
-        self.came = False  # to a coordinator since it started: a view may still have its last life before
-        self.ahead = False  # of what its launcher on another host has told: its next life has come to the coordinator
-        self.joining = ""  # into a running job, and not in yet: "prepares", and then "joins"
-        self.joined = False  # was in a view since it started
-        self.contributed = False  # in some view since it started, so it held the state of the training
-        self.said_finished = False  # since it started
-        self.trained = False  # all steps of its newest loop, since it started
-        self.left = False  # at a step boundary, since it started
-        self.gives_up = False  # since it started: its script has ended with an error, and the process ends by itself
-        self.removed = ""  # since it started: why the job goes on without it, though its process lived
+        self.timer: asyncio.TimerHandle | None = None  # of the next start, while waiting
+        self._begin_anew()
         self.reason = ""  # why it is not in the job, or was not when it last ended; "" while it contributes
-        self.restart_wanted = False  # a restart was asked for: start again as soon as this life has ended
-        self.unwanted = False  # it was asked to leave, and is not started again by itself
         # What no later life of it has made good, by contributing:
         self.failed_at_end = False  # it did all of its training, and failed then
         self.failed_by_itself = False  # it contributed, and ended by an error or a crash, not by a signal from outside
-        self.timer: asyncio.TimerHandle | None = None  # of the next start, while waiting
         self._options = options
         self._environment = environment
         self._run_dir = run_dir
@@ -107,22 +94,28 @@ class ReplicaProcesses:
 
     def begin_life(self, starts: int) -> None:
         """Note that it is started, for so many times now: nothing of its last life holds for this one."""
+        self._begin_anew()
         self.state = State.RUNNING
         self.started = time.monotonic()
-        self.death = None
-        self.asked_to_end = False
-        self.came = self.ahead = False
-        self.joining = ""
-        self.joined = False
-        self.contributed = False
-        self.said_finished = False
-        self.trained = False
-        self.left = False
-        self.gives_up = False
-        self.removed = ""
-        self.restart_wanted = self.unwanted = False
         self.timer = None
         self.starts = starts
+
+    def _begin_anew(self) -> None:
+        """Forget what holds for one life."""
+        self.death: Death | None = None
+        self.asked_to_end = False  # by the launcher, so its death is no failure
+        self.came = False  # to a coordinator since it started: a view may still have its last life before
+        self.ahead = False  # of what its launcher on another host has told: its next life has come to the coordinator
+        self.joining = ""  # into a running job, and not in yet: "prepares", and then "joins"
+        self.joined = False  # was in a view since it started
+        self.contributed = False  # in some view since it started, so it held the state of the training
+        self.said_finished = False  # since it started
+        self.trained = False  # all steps of its newest loop, since it started
+        self.left = False  # at a step boundary, since it started
+        self.gives_up = False  # since it started: its script has ended with an error, and the process ends by itself
+        self.removed = ""  # since it started: why the job goes on without it, though its process lived
+        self.restart_wanted = False  # a restart was asked for: start again as soon as this life has ended
+        self.unwanted = False  # it was asked to leave, and is not started again by itself
 
     def cancel_start(self, state: State) -> None:
         """Give the next start up, if there is to be one, and set the state."""
