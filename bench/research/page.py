@@ -91,9 +91,11 @@ def render(results: Mapping[str, Result]) -> str:
         if kind not in results:
             lines += ["", f"Not measured yet; `{command}` does."]
             continue
-        newest = results[kind]
+        newest, explained = results[kind], ""
         for result in (newest, *newest.elsewhere):
-            lines += ["", *section(result)]
+            first, blank, *rest = section(result)
+            lines += ["", *(rest if first == explained and not blank else (first, blank, *rest))]
+            explained = first
             if result is newest and (picture := _picture(kind, result)):
                 lines += ["", f"![{picture.shows}]({_file(kind)})"]
             lines += ["", result.machine]
