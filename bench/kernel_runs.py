@@ -1,8 +1,8 @@
 """The kernels as `ftcomm bench kernels` calls them: with arrays on the device, timed, compared with the host form.
 
-On a GPU each call lies between two CUDA events. Before it 256 MB are written, so that it finds nothing of its own in
-the cache, and before all of them the GPU is given something to do for as long as it takes to put the calls into its
-queue, so that it never waits for the host. Without a GPU the interpreter runs them, and a clock measures that.
+On a GPU each call lies between two CUDA events. Before each, 256 MB are written, so that it finds nothing of its own in
+the cache. Before the first, the GPU is given something to do until all calls are in its queue, so that it never waits
+for the host. Without a GPU the interpreter runs them, and a clock measures that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`ftcomm bench nixl`: how much of what NIXL alone puts an all-reduce over NIXL carries, in the same run.
 
-The baseline is NIXL alone in the pattern of a ring: each rank puts to its right neighbour what an all-reduce has to
-send, 2 (n - 1) / n of the array, out of an array of that size into one at the neighbour, in puts as large as a chunk of
-ftcomm, as many at a time as ftcomm may have in flight, and receives as much from its left one. One thread, agents of
-its own. No agreement, and no notification but at the end.
+The baseline is NIXL alone in the pattern of a ring. Each rank puts to its right neighbour what an all-reduce has to
+send, 2 (n - 1) / n of the array, and receives as much from its left one. It puts out of an array of that size into one
+at the neighbour; a put is as large as a chunk of ftcomm, and as many are in flight as ftcomm may have. One thread does
+it, with agents of its own. Nothing is agreed upon, and a notification comes only at the end.
 """
 
 from __future__ import annotations

@@ -23,12 +23,15 @@ from ftcomm.control.witness import PURPOSE
 
 
 class LeaderDriver:
-    """Runs in an event loop. `do(event, *args)` tells the node of an event and carries out its actions, `spawn` runs a
-    task whose error ends this process, `trains` says whether the replica is in a view, `moved` is told of each
-    coordinator that has taken the job over.
+    """Drives a leader in an event loop.
 
-    `up` is the link to the coordinator, `ranks` are the connections of the ranks that have said who they are, by
-    shard."""
+    do(event, *args): tells the node of an event and carries out its actions.
+    spawn: runs a task whose error ends this process.
+    trains: says whether the replica is in a view.
+    moved: is told of each coordinator that has taken the job over.
+    up: the link to the coordinator.
+    ranks: the connections of the ranks that have said who they are, by shard.
+    """
 
     def __init__(
         self,

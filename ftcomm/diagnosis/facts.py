@@ -142,19 +142,16 @@ class RankFacts(msgspec.Struct, frozen=True):
 
 
 class LinkFacts(msgspec.Struct, frozen=True):
-    """A TCP connection for data in one direction. `lost` are segments that the sender has sent and the receiver never
-    got, `retries` how often the oldest one was sent again, `waiting` bytes that the receiver has not acknowledged,
-    `rate` the bytes a second that it acknowledges by now, `arrived` the segments that it got between two looks, `heard`
-    the seconds since it got data last."""
+    """A TCP connection for data in one direction."""
 
     sender: Rank
     receiver: Rank
-    waiting: int = 0
-    retries: int = 0
-    lost: int | None = None  # None: the receiver's count is not known
-    rate: float = 0.0
-    arrived: int = 0
-    heard: float | None = None  # None: not known
+    waiting: int = 0  # bytes that the receiver has not acknowledged
+    retries: int = 0  # how often the oldest segment was sent again
+    lost: int | None = None  # segments that were sent and never got; None: the receiver's count is not known
+    rate: float = 0.0  # bytes a second that the receiver acknowledges by now
+    arrived: int = 0  # segments that it got between two looks
+    heard: float | None = None  # seconds since it got data last; None: not known
 
     @property
     def works(self) -> bool:

@@ -1,9 +1,9 @@
 """Judges why a job stands still, from facts of all its ranks. Pure.
 
 Ops say whom they wait for, and so do step boundaries, votes inside a replica, and messages. The waits are followed to a
-rank that waits for nobody: it holds up all the others, and what its process and its stacks say is the verdict. If the
-waits go around in a circle, either the ranks are in different groups, or wait for messages, which is a deadlock of
-their scripts, or in one op that all have called, which the network holds up.
+rank that waits for nobody: it holds up all the others, and what its process and its stacks say is the verdict. The
+waits may also go around in a circle. If the ranks are in different groups, or wait for messages, that is a deadlock of
+their scripts. If all are in one op, which all have called, the network holds it up.
 
 Where nothing passes between ranks that wait for each other, that comes first: nobody can say what a rank does that
 nobody reaches.

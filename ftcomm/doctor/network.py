@@ -1,9 +1,9 @@
 """Checks what ranks on several hosts need of the network: an address, a way to the coordinator and to each other, free
 ports.
 
-`ftcomm doctor --serve` on one host and `ftcomm doctor --peer THERE` on another try the way between the two, with the
-handshake that all connections of ftcomm begin with, so that a wrong token, another version and packets that get lost
-for their length are found as in a job.
+`ftcomm doctor --serve` on one host and `ftcomm doctor --peer THERE` on another try the way between the two. They begin
+with the handshake of all connections of ftcomm. So a wrong token, another version and packets that get lost for their
+length are found as in a job.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The common part of all groups, whatever the source of their members: memory, the exchange that works with it, and
 connections.
 
-    group        members                     told by                             enters a view
-    Group        the replicas of the job     its views (`ftcomm.groups.data_plane`)         when all in it have told
-    Subgroup     some of them                views derived from those            when all in it have told
-    StaticGroup  those that it was made of   themselves, when all have met       once
+    group        members                     told by                                  enters a view
+    Group        the replicas of the job     its views (`ftcomm.groups.data_plane`)   when all in it have told
+    Subgroup     some of them                views derived from those                 when all in it have told
+    StaticGroup  those that it was made of   themselves, when all have met            once
 
 The router of this rank, which knows a communicator by its name, hands it what others dial.
 

@@ -5,9 +5,9 @@ optimizers.
     for step in ftcomm.steps(1000, {"params": params}):
         ...
 
-An array or tensor is overwritten in place where it arrives, so every name that the script has for it stays good. A
-value that cannot be overwritten (a number, an array of JAX, a tuple, a named one as those of optax, or a mapping that
-cannot be changed) is replaced in the dict or list that holds it, by one of the same class.
+An array or tensor is overwritten in place where it arrives, so every name that the script has for it stays good. Some
+values cannot be overwritten: a number, an array of JAX, a tuple (also a named one, as those of optax), and a mapping
+that cannot be changed. In the dict or list that holds it, such a value is replaced by one of the same class.
 """
 
 from __future__ import annotations

@@ -279,8 +279,8 @@ class StepLoop:
     def fail(self, error: Exception) -> None:
         """Give this attempt up, after an error that may pass: all will repeat the step. Go on with the next one.
 
-        Raises `error` if the step counts already, since its update may have been made, or if there are no votes, or if
-        the ranks of this replica have groups of another backend, in which the others would wait for this rank.
+        Raises `error` where no step can be repeated: there are no votes, or the step counts already, so that its update
+        may have been made, or the others of this replica would wait for this rank in groups of another backend.
         """
         repeats = self._vote and self._group.internals.repeats
         if not repeats or not self._in_step or self._verdict is Verdict.COMMIT:
