@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,19 +12,13 @@ from ftcomm.control.liveness import unanswered
 from ftcomm.control.wire import tune
 from ftcomm.lab.netns.network import LabNetwork
 from ftcomm.lab.netns.slow_network import SlowNetwork
+from tests.rigs.stopped_processes import until
 
 from .job import HostJob
 from .test_network import DEADLINE, PORT, line  # noqa: F401
 from .test_promises import SETTINGS, Watch, agree, assert_removed, cables  # noqa: F401
 
 pytestmark = pytest.mark.protocol
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 def test_acknowledgements_end_with_the_network_and_come_back_with_it(line: SlowNetwork) -> None:  # noqa: F811

@@ -17,7 +17,7 @@ from ftcomm.kernels.device.fp8 import decode_span, encode_span, reduce_records
 from ftcomm.kernels.dtypes import OPS
 from ftcomm.kernels.host.fp8 import BLOCK, DTYPES, LARGEST, RECORD, Packed, blocks
 
-from .test_fp8 import ODD, PACKER, carrier, packed, tensor
+from .test_fp8 import PACKER, carrier, drawn_bits, packed, tensor
 
 GUARD = 64  # bytes in front of what a kernel writes, and behind it, which it leaves alone
 TILES = (256, 1024, 4096)  # elements
@@ -96,14 +96,8 @@ def by_host(records: np.ndarray, dtype: str, count: int) -> np.ndarray:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> tuple[str, np.ndarray]:
-    """A dtype, and bits of float32: around some magnitude, with odd ones among them, and a block of zeros."""
-    seed, count = draw(st.integers(0, 1 << 30)), draw(st.sampled_from([0, 1, 255, 256, 257, 1300, 4096, 9000]))
-    chance = np.random.default_rng(seed)
-    with np.errstate(over="ignore"):
-        bits = (chance.standard_normal(count) * 2.0 ** draw(st.integers(-149, 127))).astype("f4").view(np.uint32)
-    for odd in draw(st.lists(st.sampled_from(ODD), max_size=3)):
-        if count:
-            bits[chance.integers(0, count)] = odd
+    """A dtype, and bits of float32, with a block of zeros among them."""
+    bits = drawn_bits(draw, [0, 1, 255, 256, 257, 1300, 4096, 9000])
     if draw(st.booleans()):
         bits[256:512] &= 1 << 31
     return draw(st.sampled_from(DTYPES)), bits

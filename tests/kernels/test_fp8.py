@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -36,17 +38,22 @@ def same(records: np.ndarray, wanted: np.ndarray) -> bool:
     return records.tobytes() == wanted.tobytes()
 
 
-@st.composite
-def arrays(draw: st.DrawFn) -> tuple[str, np.ndarray]:
-    """A dtype, and bits of float32: around some magnitude, with odd ones among them."""
-    seed, count = draw(st.integers(0, 1 << 30)), draw(st.sampled_from([0, 1, 255, 256, 257, 3000, 127 * 256 + 5]))
+def drawn_bits(draw: st.DrawFn, counts: Sequence[int]) -> np.ndarray:
+    """Bits of float32: around some magnitude, with odd ones among them."""
+    seed, count = draw(st.integers(0, 1 << 30)), draw(st.sampled_from(counts))
     chance = np.random.default_rng(seed)
     with np.errstate(over="ignore"):
         bits = (chance.standard_normal(count) * 2.0 ** draw(st.integers(-149, 127))).astype("f4").view(np.uint32)
     for odd in draw(st.lists(st.sampled_from(ODD), max_size=3)):
         if count:
             bits[chance.integers(0, count)] = odd
-    return draw(st.sampled_from(DTYPES)), bits
+    return bits
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> tuple[str, np.ndarray]:
+    """A dtype, and bits of float32."""
+    return draw(st.sampled_from(DTYPES)), drawn_bits(draw, [0, 1, 255, 256, 257, 3000, 127 * 256 + 5])
 
 
 @settings(max_examples=300, deadline=None)

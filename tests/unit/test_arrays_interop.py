@@ -10,30 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.arrays import Staged, stage
+from ftcomm.arrays import stage
 from ftcomm.errors import ArgumentError
 
-
-def add_one(staged: Staged) -> object:
-    """Play the op: `flat += 1`, bfloat16 as such. Returns what `finish` does, None if there is none."""
-    flat = staged.flat
-    assert flat.ndim == 1
-    assert flat.flags.carray
-    assert flat.dtype.isnative
-    if staged.dtype == "bfloat16":
-        assert flat.dtype == np.uint16
-        torch.from_numpy(flat).view(torch.bfloat16).add_(1)
-    else:
-        assert flat.dtype.name == staged.dtype
-        flat += np.ones((), flat.dtype)
-    return staged.finish() if staged.finish is not None else None
-
-
-def read_only() -> np.ndarray:
-    x = np.ones(3)
-    x.flags.writeable = False
-    return x
-
+from .test_arrays import add_one, read_only
 
 # ---- JAX ----------------------------------------------------------------------------------------------------------
 

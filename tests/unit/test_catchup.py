@@ -38,18 +38,9 @@ from ftcomm.training.snapshot import Snapshot
 from ftcomm.training.state import allocate, digest, flatten, load
 from ftcomm.training.throttle import Throttle
 
+from .test_state import Box
+
 TIMEOUT = 60.0
-
-
-class Box:
-    def __init__(self, value):
-        self.value = value
-
-    def state_dict(self):
-        return self.value
-
-    def load_state_dict(self, value):
-        self.value = value
 
 
 class Network:

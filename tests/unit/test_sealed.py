@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcomm.control import dropped, sealed, wire
 from ftcomm.control import messages as m
+from ftcomm.control import sealed, wire
 from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import RECORD, TAG, BadRecord, Channel, Keys, Mac
 from ftcomm.groups.static_pairs import FRAMES, Pairs
@@ -37,13 +37,6 @@ from tests.rigs.sealed_pair import SECRET, ends, records
 DEADLINE = 60.0  # s
 
 pytestmark = pytest.mark.protocol
-
-
-@pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
-    """How many of a kind were dropped in this test."""
-    monkeypatch.setattr(dropped, "_tallies", {})
-    return lambda kind: dropped.counts().get(kind, 0)
 
 
 @pytest.fixture

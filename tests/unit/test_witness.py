@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,8 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
 from ftcomm.control.witness import PURPOSE, Charge, Witness
 from tests.rigs.idle_data_plane import IdleDataPlane
+from tests.rigs.stopped_processes import DEADLINE, until
 
-DEADLINE = 60.0
 NEVER = 600.0  # s, longer than any test
 NONCE = "0" * 32
 CREDENTIALS = handshake.Credentials("secret")
@@ -132,13 +132,6 @@ def a_rank(leader: Leader, what: str = "") -> Iterator[tuple[subprocess.Popen[st
 
 def charge(leader: Leader) -> Charge:
     return Charge(NONCE, 1, leader.address, "secret", "", None, NEVER)
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 def ends(witness: socket.socket) -> None:
