@@ -163,6 +163,8 @@ class Job:
         )
         self.processes: dict[tuple[int, int], Any] = {}
         self.events: list[dict[str, Any]] = []
+        self._read: dict[Path, tuple[int, list[dict[str, Any]]]] = {}  # bytes of each life's notes, and their lines
+        self._reading = threading.Lock()
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -333,8 +335,20 @@ class Job:
         """(replica, rank, line) of all lives; a last line cut short by a kill is left out."""
         for path in self._notes():
             _, replica, rank, _ = path.name.split("-")
-            for line in path.read_bytes().split(b"\n")[:-1]:
-                yield int(replica), int(rank), json.loads(line)
+            for line in self._lines(path):
+                yield int(replica), int(rank), line
+
+    def _lines(self, path: Path) -> list[dict[str, Any]]:
+        """Parses what was added since the last look: tests look fifty times a second, for as long as ranks write."""
+        with self._reading:
+            seen, lines = self._read.get(path, (0, []))
+            with path.open("rb") as file:
+                file.seek(seen)
+                added = file.read().rpartition(b"\n")[0]
+            if added:
+                lines = lines + [json.loads(line) for line in added.split(b"\n")]
+                self._read[path] = seen + len(added) + 1, lines
+            return lines
 
     def what_happened(self) -> str:
         """The newest events, the last notes of each life, what the kernel says of each process, the errors, the state
