@@ -10,6 +10,8 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from ftcomm.control.socket_events import socket_events
+
 _PART = 256 << 10  # bytes that are read at a time, so that others have their turn
 
 
@@ -23,7 +25,7 @@ class ByteStream:
     ) -> None:
         self.sock, self._arrived, self._ended = sock, arrived, ended
         self._number = sock.fileno()
-        self._loop = asyncio.get_running_loop()
+        self._events = socket_events()
         self._unsent = bytearray()
         self._flushes: list[asyncio.Future[None]] = []  # callers that wait for the end of that
         self._reads = self._over = False
@@ -33,7 +35,7 @@ class ByteStream:
         """Read from now on."""
         if not self.is_closing:
             self._reads = True
-            self._loop.add_reader(self._number, self._read)
+            self._events.add_reader(self._number, self._read)
 
     def write(self, data: bytes) -> None:
         """Write without blocking; what finds no room is kept. Does nothing after the end."""
@@ -50,7 +52,7 @@ class ByteStream:
             if sent == len(data):
                 return
             data = data[sent:]
-            self._loop.add_writer(self._number, self._write)
+            self._events.add_writer(self._number, self._write)
         self._unsent += data
 
     @property
@@ -61,7 +63,7 @@ class ByteStream:
     async def flushed(self) -> None:
         """Wait until the kernel has all that was written, or the connection has ended."""
         if self._unsent:
-            waiting = self._loop.create_future()
+            waiting = asyncio.get_running_loop().create_future()
             self._flushes.append(waiting)
             await waiting
 
@@ -94,7 +96,7 @@ class ByteStream:
     def _read_no_more(self) -> None:
         if self._reads:
             self._reads = False
-            self._loop.remove_reader(self._number)
+            self._events.remove_reader(self._number)
 
     def _write(self) -> None:
         try:
@@ -111,7 +113,7 @@ class ByteStream:
                 self._tell(None)
 
     def _written(self) -> None:
-        self._loop.remove_writer(self._number)
+        self._events.remove_writer(self._number)
         for waiting in self._flushes:
             if not waiting.done():
                 waiting.set_result(None)

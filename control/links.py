@@ -26,6 +26,7 @@ from ftcomm.control.fork import keep_from_children
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.rate_limit import HandshakeRateLimit, source_of
 from ftcomm.control.sealed import Channel
+from ftcomm.control.socket_events import socket_events
 from ftcomm.control.view_differences import EncodedOnce, UntoldError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
@@ -310,12 +311,13 @@ async def _connect(sock: socket.socket, address: tuple[str, int], timeout: float
             over.set_result(in_time)
 
     timer = loop.call_later(timeout, end, False)
-    loop.add_writer(sock.fileno(), end, True)
+    events = socket_events()
+    events.add_writer(sock.fileno(), lambda: end(True))
     try:
         if not await over:
             raise asyncio.TimeoutError
     finally:
-        loop.remove_writer(sock.fileno())
+        events.remove_writer(sock.fileno())
         timer.cancel()
     if failed := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(failed, f"{os.strerror(failed)}: {address[0]}:{address[1]}")

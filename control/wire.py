@@ -20,6 +20,7 @@ from ftcomm.control.handshake import Credentials, HandshakeError, HungUp, Unspok
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Channel, Connection
+from ftcomm.control.socket_events import socket_events
 from ftcomm.control.views import Address
 
 MAX_MESSAGE = 16 << 20  # bytes of a frame of the control plane; longer ones are refused unread
@@ -225,7 +226,7 @@ class Handshake:
     ) -> None:
         self._sock, self._steps, self._timeout, self._ended, self._on_mute = sock, steps, timeout, ended, on_mute
         self._most = most
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._events = asyncio.get_running_loop(), socket_events()
         self._unsent: bytes | memoryview = b""
         self._sent = False  # whether the steps have said something since input was last looked for
         self._wanted: int | None = None  # how many bytes the steps wait for, which may be none
@@ -251,14 +252,14 @@ class Handshake:
             while not self._unsent or self._send():
                 received = self._take()
                 if received is None and self._wanted is not None:
-                    self._wait(self._loop.remove_reader)
+                    self._wait(self._events.remove_reader)
                     return
                 data = next(self._steps) if received is None else self._steps.send(received)
                 if isinstance(data, int):
                     self._wanted = data
                 else:
                     self._unsent, self._sent = data, True
-            self._wait(self._loop.remove_writer)
+            self._wait(self._events.remove_writer)
             return
         except StopIteration as stop:
             result, error = stop.value, None
@@ -316,7 +317,7 @@ class Handshake:
             self._awaits(self._sock.fileno())
         self._awaits = ends
         if ends is not None:
-            begin = self._loop.add_reader if ends == self._loop.remove_reader else self._loop.add_writer
+            begin = self._events.add_reader if ends == self._events.remove_reader else self._events.add_writer
             begin(self._sock.fileno(), self._go_on)
 
     def _late(self) -> None:

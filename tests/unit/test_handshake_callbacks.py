@@ -17,6 +17,7 @@ from ftcomm.control import dropped, handshake, links, wire
 from ftcomm.control.handshake import HungUp, Unspoken, Wired
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
+from ftcomm.control.socket_events import socket_events
 from tests.rigs.asyncio_client import open_socket
 from tests.rigs.peers import CREDENTIALS, DEADLINE, closed, framed, listening, nobody, pair, until
 
@@ -156,7 +157,7 @@ def test_an_error_of_the_steps_is_raised_and_nothing_is_waited_for_after_it() ->
             far.sendall(b"ab")
             with pytest.raises(KeyError, match="mine"):
                 await driven
-            assert not asyncio.get_running_loop().remove_reader(near)
+            assert not socket_events().remove_reader(near.fileno())
 
     asyncio.run(run())
 
@@ -172,7 +173,7 @@ def test_who_gives_a_handshake_up_is_not_called_any_more() -> None:
             driven.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await driven
-            assert not asyncio.get_running_loop().remove_reader(near)
+            assert not socket_events().remove_reader(near.fileno())
             far.sendall(b"a")
             await asyncio.sleep(0.01)
             assert near.recv(10) == b"a", "left to whoever is next"

@@ -1,0 +1,159 @@
+"""The sockets of an event loop by an epoll of their own: each is called for what it waits for, and for nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from ftcomm.control import socket_events as events
+from ftcomm.control.socket_events import SocketEvents, socket_events
+from tests.rigs.peers import pair, until
+
+
+def _run(work: Callable[[SocketEvents], Any]) -> None:
+    async def run() -> None:
+        await work(socket_events())
+
+    asyncio.run(run())
+
+
+def test_a_socket_is_called_for_what_it_waits_for_until_it_waits_no_more() -> None:
+    called: list[str] = []
+
+    async def work(made: SocketEvents) -> None:
+        assert socket_events() is made
+        with pair() as (near, far):
+            number = near.fileno()
+            made.add_writer(number, lambda: called.append("writes"))
+            await until(lambda: "writes" in called)
+            made.add_reader(number, lambda: called.append("wrong"))
+            made.add_reader(number, lambda: called.append("reads"))
+            assert made.remove_writer(number)
+            assert not made.remove_writer(number)
+            called.clear()
+            await asyncio.sleep(0.01)
+            assert not called
+            far.sendall(b"a")
+            await until(lambda: "reads" in called)
+            made.add_writer(number, lambda: called.append("writes"))
+            assert made.remove_reader(number)
+            called.clear()
+            await until(lambda: "writes" in called)
+            assert set(called) == {"writes"}
+            assert made.remove_writer(number)
+
+    _run(work)
+
+
+def test_the_end_of_the_other_side_is_told_to_who_reads_and_to_who_writes() -> None:
+    called: list[str] = []
+
+    async def work(made: SocketEvents) -> None:
+        with pair() as (near, far):
+            far.close()
+            near.shutdown(socket.SHUT_RDWR)
+            for add, remove, name in (
+                (made.add_reader, made.remove_reader, "reads"),
+                (made.add_writer, made.remove_writer, "writes"),
+            ):
+                add(near.fileno(), lambda name=name: called.append(name))  # type: ignore[misc]
+                await until(lambda name=name: name in called)  # type: ignore[misc]
+                remove(near.fileno())
+
+    _run(work)
+
+
+def test_who_has_the_number_of_a_descriptor_that_was_closed_in_the_same_turn_is_not_called() -> None:
+    """Its socket has nothing to read: a dial would take the call for its connection."""
+    called: list[str] = []
+
+    async def work(made: SocketEvents) -> None:
+        with pair() as (near, far), pair() as (other, other_far), pair() as (silent, _):
+            ends = {near.fileno(), other.fileno()}
+
+            def ends_the_other(own: int) -> None:
+                called.append("ended")
+                (number,) = ends - {own}
+                made.remove_reader(own)
+                made.remove_reader(number)
+                os.dup2(silent.fileno(), number)
+                made.add_reader(number, lambda: called.append("wrong"))
+
+            far.sendall(b"a")
+            other_far.sendall(b"a")
+            for number in ends:
+                made.add_reader(number, lambda number=number: ends_the_other(number))  # type: ignore[misc]
+            await until(lambda: bool(called))
+            await asyncio.sleep(0.01)
+            for number in ends:
+                made.remove_reader(number)
+        assert called == ["ended"]
+
+    _run(work)
+
+
+def test_an_error_in_a_call_is_told_to_the_loop_and_keeps_no_other_from_being_called() -> None:
+    told: list[Any] = []
+    called: list[int] = []
+
+    async def work(made: SocketEvents) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+        with pair() as (near, far), pair() as (other, other_far):
+            ends = (near, other)
+
+            def read(sock: socket.socket) -> None:
+                called.append(sock.fileno())
+                raise KeyError(sock.recv(1))
+
+            for sock in ends:
+                made.add_reader(sock.fileno(), lambda sock=sock: read(sock))  # type: ignore[misc]
+            far.sendall(b"a")
+            other_far.sendall(b"a")
+            await until(lambda: len(called) == 2)
+            assert {type(error) for error in told} == {KeyError}
+            for sock in ends:
+                made.remove_reader(sock.fileno())
+
+    _run(work)
+
+
+def test_there_is_an_epoll_as_long_as_there_is_a_descriptor() -> None:
+    async def work(made: SocketEvents) -> None:
+        with pair() as (near, far):
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(2):
+                made.add_reader(near.fileno(), print)
+                made.add_reader(far.fileno(), print)
+                assert len(os.listdir("/proc/self/fd")) == before + 1
+                assert list(made._descriptors())
+                made.remove_reader(near.fileno())
+                made.remove_reader(far.fileno())
+                assert len(os.listdir("/proc/self/fd")) == before
+                assert not list(made._descriptors())
+
+    _run(work)
+
+
+def test_no_more_are_called_in_a_turn_than_leave_others_theirs(monkeypatch: Any) -> None:
+    called: list[int] = []
+    turns: list[int] = []
+
+    async def work(made: SocketEvents) -> None:
+        with pair() as (near, far), pair() as (other, other_far):
+            far.sendall(b"a")
+            other_far.sendall(b"a")
+            for sock in (near, other):
+                made.add_reader(sock.fileno(), lambda number=sock.fileno(): called.append(number))  # type: ignore[misc]
+            while len(turns) < 10:
+                await asyncio.sleep(0)
+                turns.append(len(called))
+            assert max(later - before for before, later in zip(turns, turns[1:], strict=False)) == 1
+            assert set(called) == {near.fileno(), other.fileno()}
+            for sock in (near, other):
+                made.remove_reader(sock.fileno())
+
+    monkeypatch.setattr(events, "AT_ONCE", 1)
+    _run(work)
