@@ -34,7 +34,7 @@ import dataclasses
 import functools
 import hmac
 import ipaddress
-import secrets
+import os
 import shlex
 import ssl
 from collections.abc import Callable, Generator, Mapping
@@ -176,7 +176,8 @@ Steps = Generator["bytes | None", bytes, Any]
 # The same on a connection: it yields bytes to send, or how many to receive next.
 Wired = Generator["bytes | int", bytes, Any]
 
-_encode = msgspec.msgpack.encode
+_FILLING = bytes(FILLER)
+_encode = msgspec.msgpack.Encoder().encode
 _decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (Spoken, Opening, Challenge, Proof, Accepted)}
 
 
@@ -215,7 +216,7 @@ def client_steps(
     that the connection leads to (`place`)."""
     token = credentials.token
     whom = ("", "") if to is None else (to.nonce, to.ports)
-    opening = _encode(Opening(VERSION, purpose, fields, secrets.token_bytes(NONCE), credentials.job, *whom, at))
+    opening = _encode(Opening(VERSION, purpose, fields, os.urandom(NONCE), credentials.job, *whom, at))
     yield opening
     raw = yield None
     if (other := _decode(raw, Spoken).version) != VERSION:
@@ -224,7 +225,7 @@ def client_steps(
     if challenge.refused:
         raise HandshakeError(printable(challenge.refused))
     signed = challenge.nonce, binding, opening
-    yield _encode(Proof(_mac(token, b"client", *signed), bytes(FILLER)))
+    yield _encode(Proof(_mac(token, b"client", *signed), _FILLING))
     try:
         raw = yield None
     except TimeoutError as late:
@@ -253,7 +254,7 @@ def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"",
         yield _encode(Challenge(VERSION, bytes(NONCE), refused))
         raise HandshakeError(refused, "version")
     opening = _decode(raw, Opening)
-    nonce = secrets.token_bytes(NONCE)
+    nonce = os.urandom(NONCE)
     yield _encode(Challenge(VERSION, nonce))
     proof = _decode((yield None), Proof)
     signed = nonce, binding, raw
@@ -273,7 +274,7 @@ def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"",
         refused = _other_job(opening.job, job)
         yield _encode(Accepted(_mac(token, b"refused", *signed, refused.encode()) if here else b"", refused))
         raise HandshakeError(refused, "job")
-    yield _encode(Accepted(_mac(token, b"server", *signed), filler=bytes(FILLER)))
+    yield _encode(Accepted(_mac(token, b"server", *signed), filler=_FILLING))
     return opening, Keys(_mac(token, b"session", *signed), client=False)
 
 
@@ -356,6 +357,8 @@ _VALID = "FTCOMM_TLS_CA on all processes has to name who has signed all certific
 
 def _framed(steps: Steps, session: Session | None = None, first: bytes = b"") -> Wired:
     """Runs `steps` in frames, within TLS if there is a session. `first` are bytes that were received already."""
+    if session is None:
+        return (yield from _plainly_framed(steps, first))
     plain = bytearray(first)
     received: bytes | None = None
     while True:
@@ -365,15 +368,35 @@ def _framed(steps: Steps, session: Session | None = None, first: bytes = b"") ->
             return stop.value
         received = None
         if data is not None:
-            yield framed(data) if session is None else session.encrypt(framed(data))
+            yield session.encrypt(framed(data))
             continue
-        while wanted := _missing(plain):
+        while _missing(plain):
             try:
-                plain += (yield wanted) if session is None else (yield from _decrypted(session))
+                plain += yield from _decrypted(session)
             except TimeoutError as late:
                 steps.throw(late)  # the steps know the error to raise
                 raise
         received = bytes(cut(plain, MAX_HANDSHAKE) or b"")
+
+
+def _plainly_framed(steps: Steps, head: bytes) -> Wired:
+    """Does what `_framed` does without TLS. `head` is the first one, if it was received already."""
+    data = next(steps)
+    while True:
+        try:
+            while data is not None:
+                yield framed(data)
+                data = next(steps)
+            try:
+                head = head or (yield LENGTH)
+                received = yield _missing(head)
+            except TimeoutError as late:
+                steps.throw(late)  # the steps know the error to raise
+                raise
+            head = b""
+            data = steps.send(received)
+        except StopIteration as stop:
+            return stop.value
 
 
 def _decrypted(session: Session) -> Generator[int, bytes, bytes]:

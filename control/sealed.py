@@ -29,6 +29,7 @@ from ftcomm.control.dropped import DropKind, drop
 TAG = 16  # bytes
 RECORD = 128 << 10  # bytes of a payload, into which a longer run of bytes is cut
 _LENGTH = 4  # bytes
+_BLOCK = hashlib.sha256().block_size  # bytes
 _INNER, _OUTER = (bytes(byte ^ pad for byte in range(256)) for pad in (0x36, 0x5C))  # ipad and opad of RFC 2104
 
 Buffer = bytes | bytearray | memoryview
@@ -41,14 +42,13 @@ class Hmac:
     as the module `hmac`, which makes them anew, with short data."""
 
     def __init__(self, key: bytes) -> None:
-        block = hashlib.sha256().block_size
-        padded = (key if len(key) <= block else hashlib.sha256(key).digest()).ljust(block, b"\0")
-        self._inner = hashlib.sha256(padded.translate(_INNER))
-        self._outer = hashlib.sha256(padded.translate(_OUTER))
+        padded = (key if len(key) <= _BLOCK else hashlib.sha256(key).digest()).ljust(_BLOCK, b"\0")
+        self.inner = hashlib.sha256(padded.translate(_INNER))
+        self.outer = hashlib.sha256(padded.translate(_OUTER))
 
     def digest(self, *parts: Buffer) -> bytes:
         """Returns the HMAC of all parts together."""
-        inner, outer = self._inner.copy(), self._outer.copy()
+        inner, outer = self.inner.copy(), self.outer.copy()
         for part in parts:
             inner.update(part)
         outer.update(inner.digest())
@@ -68,8 +68,13 @@ class Keys:
 
     def of(self, use: str, *, sending: bool) -> bytes:
         """Returns a key of 32 bytes for one use in one direction."""
-        way = "client to server" if sending == self.client else "server to client"
-        return Hmac(self.secret).digest(f"{use}, {way}".encode())
+        return self.both(use)[not sending]
+
+    def both(self, use: str) -> tuple[bytes, bytes]:
+        """Returns the keys of one use: for what this end sends, and for what it receives."""
+        hmac_ = Hmac(self.secret)
+        up, down = (hmac_.digest(f"{use}, {way}".encode()) for way in ("client to server", "server to client"))
+        return (up, down) if self.client else (down, up)
 
 
 class Seal(Protocol):
@@ -91,8 +96,9 @@ class Mac:
     that is measured)."""
 
     def __init__(self, key: bytes) -> None:
-        self._hmac = Hmac(key)
-        self._count = 0
+        keyed = Hmac(key)
+        self._inner, self._outer = keyed.inner, keyed.outer
+        self._count = 0  # of records
 
     def seal(self, payload: Sequence[Buffer], nbytes: int) -> bytes:
         return b"".join((nbytes.to_bytes(_LENGTH, "big"), *payload, self._tag(payload)))
@@ -104,8 +110,13 @@ class Mac:
         return payload
 
     def _tag(self, payload: Iterable[Buffer]) -> bytes:
-        number, self._count = self._count.to_bytes(8, "big"), self._count + 1
-        return self._hmac.digest(number, *payload)[:TAG]
+        inner, outer = self._inner.copy(), self._outer.copy()  # as in `Hmac.digest`, without a call of it
+        inner.update(self._count.to_bytes(8, "big"))
+        self._count += 1
+        for part in payload:
+            inner.update(part)
+        outer.update(inner.digest())
+        return outer.digest()[:TAG]
 
 
 class Tunnel(Protocol):
@@ -129,8 +140,10 @@ class Channel:
     ) -> None:
         """`seals` are one for sending and one for receiving; None: a MAC."""
         self._sock, self.keys, self._tunnel = sock, keys, tunnel
-        mine, theirs = keys.of("mac", sending=True), keys.of("mac", sending=False)
-        self._outgoing, self._incoming = (Mac(mine), Mac(theirs)) if seals is None else seals
+        if seals is None:
+            mine, theirs = keys.both("mac")
+            seals = Mac(mine), Mac(theirs)
+        self._outgoing, self._incoming = seals
         self._plain = bytearray()  # has come through the tunnel, not yet part of a record
         self._unsent = memoryview(b"")
         self._rest = memoryview(b"")  # the rest of the newest payload

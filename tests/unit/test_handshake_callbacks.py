@@ -116,6 +116,26 @@ def test_who_says_more_than_he_may_before_he_is_answered_is_closed(count: Callab
     assert count("handshake") == 1
 
 
+@pytest.mark.parametrize("come", [0, 4])
+def test_who_answers_short_messages_and_no_long_one_is_told_of_the_mtu(come: int) -> None:
+    """Whether nothing of the long one has come, or its length."""
+    client, server = handshake.client(CREDENTIALS, "rank", {}), handshake.server(CREDENTIALS)
+    assert next(server) == 4
+    opening = next(client)
+    assert isinstance(opening, bytes)
+    assert server.send(opening[:4]) == len(opening) - 4
+    challenge = server.send(opening[4:])
+    assert isinstance(challenge, bytes)
+    assert next(client) == 4
+    assert client.send(challenge[:4]) == len(challenge) - 4
+    client.send(challenge[4:])  # the proof
+    assert next(client) == 4
+    if come:
+        client.send((4000).to_bytes(4, "big"))
+    with pytest.raises(handshake.HandshakeError, match=r"carry 536 bytes\. Set the MTU"):
+        client.throw(TimeoutError(536))
+
+
 @pytest.mark.usefixtures("time_for_handshakes")
 def test_a_connection_that_comes_in_is_tuned_like_one_that_goes_out() -> None:
     options = [socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
