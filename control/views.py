@@ -71,15 +71,17 @@ class Addresses(msgspec.Struct, frozen=True, array_like=True):
     nonces: Annotated[bytes, Meta(max_length=_NONCE * RANKS)]
 
     def __post_init__(self) -> None:
-        count = len(self)
-        sizes = tuple(map(len, (self.ports, self.pids, self.segments, self.nonces)))
-        ends = [site[0] for site in self.sites]
-        rising = all(end < next_ for end, next_ in itertools.pairwise((0, *ends)))
-        if sizes != (2 * count, 4 * count, 4 * count, _NONCE * count) or not rising or [0, *ends][-1] != count:
+        count = len(self.nonces) // _NONCE
+        sizes = len(self.ports), len(self.pids), len(self.segments), len(self.nonces)
+        end, known, rising = 0, len(self.texts), True
+        for site in self.sites:
+            rising, end = rising and end < site[0], site[0]
+        if sizes != (2 * count, 4 * count, 4 * count, _NONCE * count) or not rising or end != count:
+            ends = [site[0] for site in self.sites]
             raise ValueError(
                 f"a table of {count} addresses whose columns have {sizes} bytes and whose sites end at {ends}"
             )
-        if max((text for site in self.sites for text in site[1:]), default=-1) >= len(self.texts):
+        if any(max(site[1:]) >= known for site in self.sites):
             raise ValueError(f"an address names a text beyond the {len(self.texts)} of its table")
         if max(self.pids[3::4], default=0) > 127 or max(self.segments[3::4], default=0) > 127:
             raise ValueError("an address with the number of a process, or of its segment, above 2,147,483,647")
@@ -148,16 +150,16 @@ class Addresses(msgspec.Struct, frozen=True, array_like=True):
         if (first, end) == (self.first, self.first + len(self)):
             return self
         begins, ends = first - self.first, max(end, first) - self.first
-        known: dict[str, int] = {}
+        known: dict[int, int] = {}  # what a text of this table is in the part
         sites = []
-        for at in range(bisect.bisect_right(self.sites, begins, key=_end), len(self.sites)):
+        for at in range(bisect.bisect_right(self.sites, (begins, len(self.texts))), len(self.sites)):
             if begins >= ends or (at and self.sites[at - 1][0] >= ends):
                 break
-            texts = (known.setdefault(self.texts[text], len(known)) for text in self.sites[at][1:])
-            sites.append((min(self.sites[at][0], ends) - begins, *texts))
+            site = self.sites[at]
+            sites.append((min(site[0], ends) - begins, *[known.setdefault(text, len(known)) for text in site[1:]]))
         return Addresses(
             first,
-            tuple(known),
+            tuple([self.texts[text] for text in known]),
             tuple(sites),
             self.ports[2 * begins : 2 * ends],
             self.pids[4 * begins : 4 * ends],
