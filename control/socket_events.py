@@ -8,6 +8,7 @@ is watched in another way, which is three times in a handshake.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 import weakref
 from collections.abc import Callable, Iterator
@@ -45,57 +46,64 @@ class SocketEvents:
             yield self._epoll.fileno()
 
     def add_reader(self, number: int, call: Callable[[], object]) -> None:
-        """Call `call` whenever there is something to read, and nothing else that was to be called then."""
-        known = number in self._readers
-        self._readers[number] = call
-        if not known:
-            self._watch(number, _READ, _WRITE if number in self._writers else 0)
+        """Call `call` whenever there is something to read, and nothing else that was to be called then. Raises
+        `OSError`."""
+        self._add(self._readers, number, call)
 
     def add_writer(self, number: int, call: Callable[[], object]) -> None:
-        """Call `call` whenever there is room to write, and nothing else that was to be called then."""
-        known = number in self._writers
-        self._writers[number] = call
-        if not known:
-            self._watch(number, _WRITE, _READ if number in self._readers else 0)
+        """Call `call` whenever there is room to write, and nothing else that was to be called then. Raises
+        `OSError`."""
+        self._add(self._writers, number, call)
 
     def remove_reader(self, number: int) -> bool:
         """Returns whether there was one."""
-        if self._readers.pop(number, None) is None:
-            return False
-        self._watch_less(number, _WRITE if number in self._writers else 0)
-        return True
+        return self._remove(self._readers, number)
 
     def remove_writer(self, number: int) -> bool:
         """Returns whether there was one."""
-        if self._writers.pop(number, None) is None:
+        return self._remove(self._writers, number)
+
+    def _add(self, to: dict[int, Callable[[], object]], number: int, call: Callable[[], object]) -> None:
+        before = self._waits(number)
+        to[number] = call
+        if self._epoll is None:
+            self._epoll = select.epoll()
+            self._running().add_reader(self._epoll.fileno(), self._look)
+        try:
+            if before:
+                with contextlib.suppress(FileNotFoundError):  # another one had that number, and was closed meanwhile
+                    self._epoll.modify(number, self._waits(number))
+                    return
+            self._epoll.register(number, self._waits(number))
+        except BaseException:
+            self._remove(to, number)
+            raise
+
+    def _remove(self, of: dict[int, Callable[[], object]], number: int) -> bool:
+        if of.pop(number, None) is None:
             return False
-        self._watch_less(number, _READ if number in self._readers else 0)
-        return True
-
-    def _watch(self, number: int, more: int, before: int) -> None:
-        epoll = self._epoll
-        if epoll is None:
-            epoll = self._epoll = select.epoll()
-            loop = self._loop()
-            assert loop is not None  # it runs
-            loop.add_reader(epoll.fileno(), self._look)
-        if before:
-            epoll.modify(number, before | more)
-        else:
-            epoll.register(number, more)
-
-    def _watch_less(self, number: int, left: int) -> None:
         assert self._epoll is not None
-        if left:
-            self._epoll.modify(number, left)
-            return
-        self._epoll.unregister(number)
+        with contextlib.suppress(OSError, ValueError):  # the script has closed the descriptor
+            if left := self._waits(number):
+                self._epoll.modify(number, left)
+            else:
+                self._epoll.unregister(number)
         if not self._readers and not self._writers:
             loop = self._loop()
             if loop is not None and not loop.is_closed():
                 loop.remove_reader(self._epoll.fileno())
             self._epoll.close()
             self._epoll = None
+        return True
+
+    def _waits(self, number: int) -> int:
+        """Returns the events that a descriptor waits for."""
+        return (_READ if number in self._readers else 0) | (_WRITE if number in self._writers else 0)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        loop = self._loop()
+        assert loop is not None  # it runs
+        return loop
 
     def _look(self) -> None:
         assert self._epoll is not None
@@ -113,6 +121,4 @@ class SocketEvents:
         try:
             call()
         except Exception as error:
-            loop = self._loop()
-            assert loop is not None  # it runs
-            loop.call_exception_handler({"message": f"Exception in callback {call!r}", "exception": error})
+            self._running().call_exception_handler({"message": f"Exception in callback {call!r}", "exception": error})

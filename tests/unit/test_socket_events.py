@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import select
 import socket
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from ftcomm.control import socket_events as events
 from ftcomm.control.socket_events import SocketEvents, socket_events
@@ -36,6 +40,7 @@ def test_a_socket_is_called_for_what_it_waits_for_until_it_waits_no_more() -> No
             called.clear()
             await asyncio.sleep(0.01)
             assert not called
+            assert not select.select(list(made._descriptors()), [], [], 0)[0], "it would be looked at all the time"
             far.sendall(b"a")
             await until(lambda: "reads" in called)
             made.add_writer(number, lambda: called.append("writes"))
@@ -48,22 +53,22 @@ def test_a_socket_is_called_for_what_it_waits_for_until_it_waits_no_more() -> No
     _run(work)
 
 
-def test_the_end_of_the_other_side_is_told_to_who_reads_and_to_who_writes() -> None:
+def test_who_waits_is_told_of_an_error_whatever_he_waits_for() -> None:
+    class Epoll:
+        def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
+            return [(7, select.EPOLLERR), (8, select.EPOLLHUP), (9, select.EPOLLIN), (10, select.EPOLLOUT)]
+
     called: list[str] = []
 
     async def work(made: SocketEvents) -> None:
-        with pair() as (near, far):
-            far.close()
-            near.shutdown(socket.SHUT_RDWR)
-            for add, remove, name in (
-                (made.add_reader, made.remove_reader, "reads"),
-                (made.add_writer, made.remove_writer, "writes"),
-            ):
-                add(near.fileno(), lambda name=name: called.append(name))  # type: ignore[misc]
-                await until(lambda name=name: name in called)  # type: ignore[misc]
-                remove(near.fileno())
+        made._epoll = Epoll()  # type: ignore[assignment]
+        for number in (7, 8, 9, 10):
+            made._readers[number] = lambda number=number: called.append(f"{number} reads")  # type: ignore[misc]
+            made._writers[number] = lambda number=number: called.append(f"{number} writes")  # type: ignore[misc]
+        made._look()
 
     _run(work)
+    assert called == ["7 reads", "7 writes", "8 reads", "8 writes", "9 reads", "10 writes"]
 
 
 def test_who_has_the_number_of_a_descriptor_that_was_closed_in_the_same_turn_is_not_called() -> None:
@@ -95,6 +100,42 @@ def test_who_has_the_number_of_a_descriptor_that_was_closed_in_the_same_turn_is_
     _run(work)
 
 
+def test_a_descriptor_that_was_closed_meanwhile_is_no_error_and_its_number_can_be_watched_again() -> None:
+    """A script may close what is not its own."""
+    called: list[str] = []
+
+    async def work(made: SocketEvents) -> None:
+        with pair() as (near, _), pair() as (other, far):
+            number = os.dup(near.fileno())
+            made.add_reader(number, lambda: called.append("wrong"))
+            os.close(number)
+            os.dup2(other.fileno(), number)
+            far.sendall(b"a")
+            made.add_reader(number, lambda: called.append("reads"))
+            await until(lambda: bool(called))
+            assert set(called) == {"reads"}
+            made.add_reader(near.fileno(), print)
+            os.close(number)
+            assert made.remove_reader(number)
+            assert made.remove_reader(near.fileno())
+
+    _run(work)
+
+
+def test_what_cannot_be_watched_is_an_error_and_leaves_nothing() -> None:
+    async def work(made: SocketEvents) -> None:
+        with pair() as (near, _), open(os.devnull) as file:
+            for number in (file.fileno(), -1):
+                with pytest.raises((OSError, ValueError)):
+                    made.add_reader(number, print)
+                assert not made.remove_reader(number)
+            assert not list(made._descriptors())
+            made.add_reader(near.fileno(), print)
+            assert made.remove_reader(near.fileno())
+
+    _run(work)
+
+
 def test_an_error_in_a_call_is_told_to_the_loop_and_keeps_no_other_from_being_called() -> None:
     told: list[Any] = []
     called: list[int] = []
@@ -112,7 +153,8 @@ def test_an_error_in_a_call_is_told_to_the_loop_and_keeps_no_other_from_being_ca
                 made.add_reader(sock.fileno(), lambda sock=sock: read(sock))  # type: ignore[misc]
             far.sendall(b"a")
             other_far.sendall(b"a")
-            await until(lambda: len(called) == 2)
+            made._look()
+            assert len(called) == 2
             assert {type(error) for error in told} == {KeyError}
             for sock in ends:
                 made.remove_reader(sock.fileno())
@@ -145,15 +187,16 @@ def test_no_more_are_called_in_a_turn_than_leave_others_theirs(monkeypatch: Any)
         with pair() as (near, far), pair() as (other, other_far):
             far.sendall(b"a")
             other_far.sendall(b"a")
-            for sock in (near, other):
-                made.add_reader(sock.fileno(), lambda number=sock.fileno(): called.append(number))  # type: ignore[misc]
+            numbers = {near.fileno(), other.fileno()}
+            for number in numbers:
+                made.add_reader(number, lambda number=number: called.append(number))  # type: ignore[misc]
             while len(turns) < 10:
                 await asyncio.sleep(0)
                 turns.append(len(called))
-            assert max(later - before for before, later in zip(turns, turns[1:], strict=False)) == 1
-            assert set(called) == {near.fileno(), other.fileno()}
-            for sock in (near, other):
-                made.remove_reader(sock.fileno())
+            assert max(later - before for before, later in itertools.pairwise(turns)) == 1
+            assert set(called) == numbers
+            for number in numbers:
+                made.remove_reader(number)
 
     monkeypatch.setattr(events, "AT_ONCE", 1)
     _run(work)
