@@ -8,6 +8,7 @@ from ftcomm.control.decisions import Decisions
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
 from ftcomm.control.reconfiguration import Proposal, wanted
+from ftcomm.control.views import Member, View
 
 
 class BoundaryChanges:
@@ -33,9 +34,7 @@ class BoundaryChanges:
         here = set(view.replicas)
         if here & set(known.job.finished) or any(known.links.conn_of(replica) is None for replica in here):
             return []
-        joins, contributes, leaves = wanted(
-            view, known.joiners.waiting, known.job.caught_up, known.leaving, known.draining
-        )
+        joins, contributes, leaves = self.wanted(view)
         if not (joins or contributes or leaves):
             return []
         self._proposals += 1
@@ -45,6 +44,11 @@ class BoundaryChanges:
         self.proposal = Proposal(number, step, joins, contributes, leaves)
         prepare = m.Prepare(number, view.epoch, step, min(loops, default=0), tuple(joins.values()))
         return [Send(known.conn_of(replica), prepare) for replica in view.replicas]
+
+    def wanted(self, view: View) -> tuple[dict[int, Member], frozenset[int], frozenset[int]]:
+        """The replicas to join, to begin to contribute and to leave after `view`."""
+        known = self._known
+        return wanted(view, known.joiners.waiting, known.job.caught_up, known.leaving, known.draining)
 
     def promised(self, link: LeaderLink, promise: m.Promise) -> list[CoordinatorAction]:
         known = self._known

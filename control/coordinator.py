@@ -79,7 +79,7 @@ class Coordinator:
         self._lost = LostMembers(known, self._joiner_messages, self._decisions, self._changes)
         self._suspects = Suspects(known, self._changes, self._lost, boot)
         self._presence = Presence(known, self._joiner_messages, self._suspects)
-        self._removals = Removals(known, self._lost, self._suspects, state)
+        self._removals = Removals(known, self._changes, self._lost, self._suspects, state)
         self._admissions = Admissions(
             *(known, self._joiner_messages, self._decisions, self._changes, self._lost, self._suspects, self._presence),
             unstarted,
@@ -230,6 +230,7 @@ class Coordinator:
         """Note that the kernel at the other end has answered, whatever its process does."""
         link = self.known.links.get(conn)
         if link is not None:
+            link.acknowledged = max(link.acknowledged, at)
             self.known.detector.acknowledged(link.replica, at)
 
     def tick(self, now: float) -> list[CoordinatorAction]:

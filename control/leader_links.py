@@ -18,6 +18,7 @@ class LeaderLink:
     mute: str = ""  # what a rank of it does that lives and does not speak
     divided: str = ""  # which of its ranks the leader does not hear
     since: float = 0.0  # when the leader began to say so
+    acknowledged: float = float("-inf")  # when the kernel at the other end answered last, over this connection
 
 
 class LeaderLinks(collections.UserDict[Conn, LeaderLink]):

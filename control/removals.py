@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Set
 
 from ftcomm.control import messages as m
 from ftcomm.control.blame import FRESH, Culprit, Removal
+from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Close, CoordinatorAction, Log, Persist, Send
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.liveness import described, leader_described
 from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.suspects import Suspects
 from ftcomm.control.timeouts import REPORT
+from ftcomm.control.unmissed_leaders import UnmissedLeaders
 from ftcomm.control.views import Address
 
 # s that others may wait for a finished member, so that the end of a job needs no view per member
@@ -22,9 +24,17 @@ LINGER = 2.0
 class Removals:
     """The verdicts without proof. No member is removed while no holder of the state is known to be whole."""
 
-    def __init__(self, known: KnownJob, lost: LostMembers, suspects: Suspects, state: Callable[[Address], str]) -> None:
+    def __init__(
+        self,
+        known: KnownJob,
+        changes: BoundaryChanges,
+        lost: LostMembers,
+        suspects: Suspects,
+        state: Callable[[Address], str],
+    ) -> None:
         """`state` tells what the process at an address does, where this host can see it."""
         self._known, self._lost, self._suspects, self._state = known, lost, suspects, state
+        self._unmissed = UnmissedLeaders(known, changes)
         self._doubted = float("-inf")  # when last no holder of the state was known to be whole
 
     def due(self, silent: Mapping[int, float], now: float) -> list[CoordinatorAction]:
@@ -32,6 +42,7 @@ class Removals:
         known = self._known
         ran, actions = known.ran.seconds, list[CoordinatorAction]()
         lost: dict[int, str] = {}
+        unmissed = self._unmissed.due(now)
         asked = known.suspicions.asked(ran)  # their silence is decided on with the proof against them
         for replica, seconds in silent.items():
             conn = known.links.conn_of(replica)
@@ -58,7 +69,7 @@ class Removals:
             return actions + (self._lost.refuse_to_remove({**doubtful, **lost}) if ripe or lost or refused else [])
         if ran - self._doubted > known.timeouts.heartbeat:
             lost = {**ripe, **lost}
-        culprits = {} if lost or not whole else self._culprit(now, divided.keys() | refused.keys())
+        culprits = {} if lost or not whole else self._culprit(now, divided.keys() | refused.keys()) or unmissed
         lost = lost or {replica: culprit.why for replica, culprit in culprits.items()}
         if not lost:
             here = [member.replica for member in known.job.running]

@@ -13,6 +13,7 @@ from ftcomm.simulation.job import Replica, SimulatedJob
 from ftcomm.simulation.missed_boundary import MissedBoundary
 from ftcomm.simulation.rank import SimulatedRank
 from ftcomm.simulation.scenario import Scenario
+from ftcomm.simulation.unsaid import Unsaid
 from ftcomm.simulation.world import Process
 
 _STORM = ("kill", "kill", "power", "freeze", "freeze", "partition", "one-way", "cut", "flap", "flap", "coordinator",
@@ -83,6 +84,7 @@ class Faults:
             "ending": 12.0,
             "standing": 3 * op,
             "missed": 3 * op,
+            "unsaid": 8 * op,
             "away": 4 * op,  # twice as long as ops wait
         }
         return lengths.get(self.scenario.kind, 0.0)
@@ -132,13 +134,16 @@ class Faults:
     def _begin_missed(self) -> None:
         MissedBoundary(self)
 
+    def _begin_unsaid(self) -> None:
+        Unsaid(self)
+
     def _begin_suspended(self) -> None:
         """Stop one after the other, so that most are stopped while they wait, and let them go on in another order."""
         if not all(replica.running for replica in self.job.replicas):  # one alone would be a stall
             self.world.after(0.001, None, self._begin_suspended)
             return
         seconds = self.scenario.timeouts.give_up + 1.0
-        for rank in self._processes():
+        for rank in self.processes():
             self.world.after(0.5 * self.random.random(), None, rank.freeze)
             self.world.after(seconds + 1.5 * self.random.random(), None, self._thaw, rank)
         if self.random.random() < 0.5:
@@ -386,12 +391,13 @@ class Faults:
         if coordinator is not None:
             seconds = self.random.choice((0.01, 0.3, 3.0))
             self.world.say("chance", "resets and refuses the coordinator's connections for %s s", seconds)
-            self.network.reject([self.scenario.coordinator_host], [*self._processes(), coordinator], seconds)
+            self.network.reject([self.scenario.coordinator_host], [*self.processes(), coordinator], seconds)
 
     def _everybody(self) -> list[SimulatedRank]:
         return [rank for other in self.job.replicas for rank in other.ranks if rank.alive]
 
-    def _processes(self) -> list[Process]:
+    def processes(self) -> list[Process]:
+        """Returns those of all replicas."""
         leaders = (other.leader for other in self.job.replicas)
         return [*self._everybody(), *(leader for leader in leaders if leader is not None and leader.alive)]
 
@@ -494,7 +500,7 @@ class Faults:
         ways = [way for way in ways if way[0] != way[1]]
         self.world.say("chance", "blocks the paths %s for %s s", ways, seconds)
         number = self.network.partition(
-            ways, [*self._processes(), *([self.job.coordinator] if self.job.coordinator else [])]
+            ways, [*self.processes(), *([self.job.coordinator] if self.job.coordinator else [])]
         )
         self.world.after(seconds, None, self._heal, number)
 

@@ -57,7 +57,7 @@ def run(
         scenario = with_groups(scenario, random.Random(f"groups of {seed}"))
     if seed % 3 == 0:
         scenario = with_loops(scenario, random.Random(f"loops of {seed}"))
-    waits = scenario.kind in ("standing", "missed")  # a member that meets for a static group waits, too
+    waits = scenario.kind in ("standing", "missed", "unsaid")  # a member that meets for a static group waits, too
     if extended and seed % 7 == 3 and not waits:
         scenario = with_statics(scenario, random.Random(f"static groups of {seed}"))
     if (extended and seed % 5 == 2) or scenario.kind == "attacked":

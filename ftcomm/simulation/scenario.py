@@ -43,11 +43,12 @@ KINDS = {
     "squatted": 2,  # a replica that dies stays away, and another program has its port
     "divided": 2,  # the hosts of the ranks of every replica hear nothing of each other, for up to twelve heartbeats
     "severed": 3,  # connections for data are reset, at both ends or at one
+    "unsaid": 2,  # a leader is stopped before it can say that its ranks run in a view, and none of them misses it
     "attacked": 1,  # an attacker on the path changes, repeats, inserts, leaves out or swaps records
 }
 
 
-_STILL = ("standing", "missed")  # the members that stand still are chosen
+_STILL = ("standing", "missed", "unsaid")  # the members that stand still are chosen
 _LONG = ("storm", "partitions", "coordinator", "together", "forks", "accused")
 _LONGER = (
     "cut-off",
@@ -93,7 +94,9 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
         replicas = max(replicas, 3)
     if kind == "missed":  # one that makes the change, two that do not come, and one that waits for them
         replicas = min(max(replicas, 4), 5)
-    topology = rng.choice(("one", "one", "each", "pairs") if kind not in ("growth", "missed") else ("each",))
+    if kind == "unsaid":  # one that is lost, one whose leader is stopped, and one that goes on
+        replicas, ranks = min(max(replicas, 3), 5), 2
+    topology = rng.choice(("one", "one", "each", "pairs") if kind not in ("growth", "missed", "unsaid") else ("each",))
     if kind in ("rejected", "squatted", "severed", "attacked") and topology == "one":
         topology = "each"
     if kind == "halves":
@@ -141,15 +144,16 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     drains = kind in ("calm", "kills", "storm", "coordinator") and rng.random() < 0.15
     if drains:  # it goes on until it is told to end
         work = dataclasses.replace(work, steps=1_000_000, compute=max(work.compute, length / 16))
-    if kind == "missed":
+    if kind in ("missed", "unsaid"):
         drains = True
-        work = dataclasses.replace(work, steps=1_000_000, compute=rng.choice((0.1, 0.4)))
+        compute = rng.choice((0.1, 0.4) if kind == "missed" else (0.4, 1.0))
+        work = dataclasses.replace(work, steps=1_000_000, compute=compute)
     return Scenario(
         kind=kind,
         replicas=replicas,
         ranks=ranks,
         hosts=hosts,
-        coordinator_host=rng.choice((0, 99)) if kind not in ("cut-off", "rejected", "missed") else 99,
+        coordinator_host=rng.choice((0, 99)) if kind not in ("cut-off", "rejected", "missed", "unsaid") else 99,
         work=work,
         conditions=conditions,
         timeouts=TIMEOUTS,

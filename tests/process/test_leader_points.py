@@ -204,13 +204,9 @@ def test_a_leader_that_is_stopped_at_a_point_and_goes_on(
         finish(running, ALL)
 
 
-# A leader that has not said yet that its ranks run in the view is missed by no op, and the view waits for its word.
-UNMISSED = pytest.mark.xfail(reason="who is stopped for good before it says Installed holds up later changes")
-
-
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dies", [pytest.param(False, marks=UNMISSED), True], ids=["", "and another replica dies"])
+@pytest.mark.parametrize("dies", [False, True], ids=["", "and another replica dies"])
 def test_a_leader_that_is_stopped_for_good_at_a_point_of_a_change_is_a_stall(tmp_path: Path, dies: bool) -> None:
     """Which is removed by the number that the user has set, and not before."""
     points = Points(tmp_path)

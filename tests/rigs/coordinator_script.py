@@ -19,18 +19,17 @@ TIMEOUTS = Timeouts.derive(120.0, 10.0)
 CHAIN = dataclasses.astuple(TIMEOUTS)
 
 
-def joins(conn: int, life: str = "", epoch: int = 0, **more: Any) -> m.Join:
+def joins(conn: int, life: str = "", epoch: int = 0, ranks: int = 1, **more: Any) -> m.Join:
     said: dict[str, Any] = {"step": 4 if epoch else -1, "timeouts": CHAIN, **more}
-    return m.Join(
-        conn % 10, life or f"life-{conn}", Addresses.of((Address("h", 1, "b", conn, 3, "0" * 32),)), epoch, **said
-    )
+    addresses = Addresses.of([Address("h", 1, "b", conn, 3, "0" * 32)] * ranks)
+    return m.Join(conn % 10, life or f"life-{conn}", addresses, epoch, **said)
 
 
 class Script:
     """A coordinator and its leaders; connection r is replica r's, 10 + r that of its second life."""
 
-    def __init__(self, replicas: int) -> None:
-        self.replicas, self.lifetime = replicas, 0
+    def __init__(self, replicas: int, ranks: int = 1) -> None:
+        self.replicas, self.ranks, self.lifetime = replicas, ranks, 0
         self.views: list[View] = []
         self.finishes = NO_FINISHES
         self.restart()
@@ -50,7 +49,7 @@ class Script:
         """A coordinator that knows what was stored."""
         self.lifetime += 1
         self.coordinator = Coordinator(
-            *(self.replicas, 1, TIMEOUTS, list(self.views), 0.0, self.lifetime), finishes=self.finishes
+            *(self.replicas, self.ranks, TIMEOUTS, list(self.views), 0.0, self.lifetime), finishes=self.finishes
         )
 
     def do(self, actions: list[CoordinatorAction]) -> None:
@@ -94,7 +93,7 @@ class Script:
 
     def join(self, conn: int, life: str = "", epoch: int = 0, **more: Any) -> None:
         """With an epoch it comes to another coordinator; its step is 4 then."""
-        self.tell(conn, joins(conn, life, epoch, **more))
+        self.tell(conn, joins(conn, life, epoch, self.ranks, **more))
 
     def join_ready(self, conn: int) -> None:
         self.join(conn)

@@ -50,6 +50,7 @@ from ftcomm.control.replica_reports import Losses
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.sealed import TAG
 from ftcomm.control.suspects import Suspects
+from ftcomm.control.unmissed_leaders import UnmissedLeaders
 from ftcomm.control.view_differences import ViewsReceived, ViewsSent
 from ftcomm.control.views import NO_ADDRESSES, Addresses, Member, View
 from ftcomm.kernels.epochs import COUNTER, COUNTS
@@ -959,8 +960,20 @@ def owes_an_answer(patch: Patch) -> None:
     patch.setattr(Publisher, "told", told)
 
 
+def lets_changes_wait(patch: Patch) -> None:
+    """A leader that is stopped for good and that no op misses stays."""
+    patch.setattr(UnmissedLeaders, "due", lambda self, now: {})
+
+
+def judges_while_nobody_speaks(patch: Patch) -> None:
+    """The time in which all are suspended counts for a leader that no op misses."""
+    patch.setattr(UnmissedLeaders, "_hears_another", lambda self, others, now: True)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
+    "lets-changes-wait": (lets_changes_wait, "unsaid", 30),
+    "judges-while-nobody-speaks": (judges_while_nobody_speaks, "unsaid", 30),
     "no-quiesce": (no_quiesce, "kills", 400),
     "hands-nothing-over": (hands_nothing_over, "calm", 100),
     "lets-go-of-ops": (lets_go_of_ops, "calm", 100),
