@@ -174,6 +174,7 @@ class Coordinator:
             return self._changes.propose()
         elif isinstance(message, m.Finished):
             known.job.finish(replica, now)
+            known.unacknowledged.discard((replica, link.incarnation))
             stored = self._decisions.store_finishes()
             ack = Send(conn, m.FinishAck())
             return [*stored, Log("finished", {"replica": replica}), ack, *self._decisions.check_done()]

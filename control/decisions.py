@@ -59,7 +59,7 @@ class Decisions:
     def check_done(self) -> list[CoordinatorAction]:
         known = self._known
         last = known.job.last
-        if last is None or known.done:
+        if last is None or known.done or known.unacknowledged:
             return []
         if set(last.replicas) <= set(known.job.finished):
             return [*self._joiner_messages.turn_away(FINISHED), *self.finish()]

@@ -45,6 +45,13 @@ class KnownJob:
             self.job.finished = {replica: now for replica, life in finishes.lives if self.job.counts(replica, life)}
             again = {x.replica for x in self.job.running if (x.replica, x.incarnation) not in finishes.lives}
             self.job.completed = set(finishes.completed) - again  # another life of it has begun since
+        # Those that had finished, as is stored, and may still wait to hear that this is known.
+        self.unacknowledged: set[Life] = {
+            (x.replica, x.incarnation)
+            for view in self.job.in_force
+            for x in view.members
+            if x.replica in self.job.finished and self.job.counts(x.replica, x.incarnation)
+        }
         # What is said of others counts in it: while this process is stopped, the members may be, too.
         self.ran = RunningTime(min(REPORT, 2 * timeouts.beat))
         self.detector: Detector[int] = Detector(timeouts.silence)
@@ -83,8 +90,9 @@ class KnownJob:
 
     @property
     def lives(self) -> set[Life]:
-        """The lives that run, or want to join."""
-        return {(member.replica, member.incarnation) for member in (*self.job.running, *self.joiners)}
+        """The lives that run, want to join, or may wait to hear that it is known that they have finished."""
+        here = {(member.replica, member.incarnation) for member in (*self.job.running, *self.joiners)}
+        return here | self.unacknowledged
 
     @property
     def loop(self) -> int:

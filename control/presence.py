@@ -8,7 +8,11 @@ from ftcomm.control.coordinator_actions import CoordinatorAction, Log
 from ftcomm.control.joiner_messages import ALONE, MUTE, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
+from ftcomm.control.probe_schedule import PAUSE
 from ftcomm.control.suspects import Suspects
+
+# s, beside a heartbeat timeout, in which a member that had finished may come to a new coordinator
+ACKNOWLEDGED = 2 * PAUSE
 
 
 class Presence:
@@ -31,9 +35,16 @@ class Presence:
         return self._joiner_messages.tell_all(WAITS)
 
     def look(self, silent: Collection[int], now: float) -> list[CoordinatorAction]:
-        """Dial the members that are not heard. If no contributing member is heard, this coordinator is cut off."""
+        """Dial the members that are not heard, also those that had finished before this coordinator came: they may
+        wait for their acknowledgement at the place of another. If no contributing member is heard, this coordinator is
+        cut off."""
         known = self._known
         actions: list[CoordinatorAction] = []
+        if known.ran.seconds > known.timeouts.heartbeat + ACKNOWLEDGED:
+            known.unacknowledged.clear()
+        for replica, incarnation in sorted(known.unacknowledged):
+            if known.links.conn_of(replica) is None:
+                actions += self._suspects.search(replica, incarnation)
         for member in known.job.running:
             quiet = not known.detector.within(member.replica, known.timeouts.silence / 2, now)
             if quiet or known.links.conn_of(member.replica) is None:

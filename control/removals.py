@@ -54,7 +54,7 @@ class Removals:
         lingered = {replica for replica, since in known.job.finished.items() if now - since > LINGER}
         awaited = known.blame.awaited(ran)
         finished = {replica: "finished" for replica in lingered if known.job.needs(replica) or replica in awaited}
-        if finished:
+        if finished and known.job.running:  # otherwise nobody waits for them
             return actions + self._lost.lose(finished, proved=True)
         if any(known.job.is_member(replica) for replica in lingered) and known.blame.asks(ran):
             actions += self._ask()  # it left with all others, of which one may have missed its last word

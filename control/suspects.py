@@ -48,6 +48,8 @@ class Suspects:
         known = self._known
         replica, life = probe.life[0], probe.life
         found = known.suspicions.probed(probe, outcome, known.ran.at(now))
+        if outcome in (ProbeOutcome.ENDED, ProbeOutcome.REFUSED):
+            known.unacknowledged.discard(life)
         if known.life(*life) is None:
             known.suspicions.forget(life)  # the replica has gone meanwhile
             return []

@@ -108,6 +108,36 @@ def test_a_new_coordinator_that_nobody_came_to_knows_who_had_finished(left: int,
     assert bool(script.unfit) != known
 
 
+@pytest.mark.parametrize("how", ["comes", ProbeOutcome.ENDED, ProbeOutcome.REFUSED, ProbeOutcome.UNREACHABLE])
+def test_a_new_coordinator_calls_those_that_may_wait_for_the_acknowledgement_of_their_finish(how: object) -> None:
+    """The last one ended before it had told them. They look for it at its place, and this one is elsewhere."""
+    script = Script(2)
+    for replica in range(2):
+        script.tell(replica, m.Finished())
+    script.done.clear()
+    script.restart()
+    script.now = 1.0
+    script.outcomes["life-1"] = ProbeOutcome.ENDED
+    if isinstance(how, ProbeOutcome):
+        script.outcomes["life-0"] = how
+    for _ in range(13):
+        script.now += 0.2
+        script.tick()
+    if how == "comes":
+        assert {probe.life for probe in script.dialled if probe.call} == {(0, "life-0")}, "it is told the place"
+        assert not script.done
+        script.sent.clear()
+        script.join(0, epoch=1)
+        assert not script.done
+        script.tell(0, m.Finished())
+        assert script.sent[0][-1] == m.FinishAck()
+    assert script.done == ([] if how is ProbeOutcome.UNREACHABLE else [""])
+    for _ in range(round(5 * TIMEOUTS.heartbeat)):
+        script.now += 0.2
+        script.tick()
+    assert script.done == [""], "it waits for nobody for long"
+
+
 def test_the_finish_of_an_earlier_life_is_none_of_the_next() -> None:
     """It was started again: whatever was written before, the new life has all its work to do."""
     script = Script(2)
@@ -133,10 +163,10 @@ def test_what_was_stored_after_the_views_is_not_believed_with_an_older_store() -
     script.tell(1, m.Finished())
     script.finishes = msgspec.structs.replace(script.finishes, epoch=script.finishes.epoch + 1)
     script.restart()
-    assert {life for _, life in script.coordinator.lives} == {"life-0", "life-1"}
+    assert [x.incarnation for x in script.coordinator.job.running] == ["life-0", "life-1"]
     script.finishes = msgspec.structs.replace(script.finishes, epoch=script.finishes.epoch - 1)
     script.restart()
-    assert {life for _, life in script.coordinator.lives} == {"life-0"}
+    assert [x.incarnation for x in script.coordinator.job.running] == ["life-0"]
 
 
 def test_an_older_life_of_a_replica_that_was_removed_is_told_so() -> None:
