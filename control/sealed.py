@@ -140,6 +140,7 @@ class Channel:
     ) -> None:
         """`seals` are one for sending and one for receiving; None: a MAC."""
         self._sock, self.keys, self._tunnel = sock, keys, tunnel
+        self._detached = False
         if seals is None:
             mine, theirs = keys.both("mac")
             seals = Mac(mine), Mac(theirs)
@@ -160,7 +161,9 @@ class Channel:
         return self._sock.fileno()
 
     def close(self) -> None:
-        self._sock.close()
+        """Close the socket. Does nothing once that is detached: another one owns it, who may have bytes to send."""
+        if not self._detached:
+            self._sock.close()
 
     def shutdown(self, how: int) -> None:
         self._sock.shutdown(how)
@@ -261,7 +264,9 @@ class Channel:
         return True
 
     def detach(self) -> socket.socket:
-        """Returns the socket alone, for bytes that need no MAC. To be called before anything else."""
+        """Returns the socket alone, for bytes that need no MAC; the caller owns it. To be called before anything
+        else."""
+        self._detached = True
         return self._sock
 
     def resealed(self, seals: tuple[Seal, Seal]) -> Channel:

@@ -39,6 +39,8 @@ from ftcomm.control.wait_for import wait_for
 
 log = logging.getLogger("ftcomm.control")
 
+LAST = 2.0  # s for what is said at the end
+
 Serve = Callable[[Channel, handshake.Fields], Coroutine[Any, Any, None]]
 
 
@@ -205,16 +207,28 @@ class CoordinatorServer:
         await self._store.clear()
 
     async def stop(self) -> None:
-        """Close every connection and release the store; idempotent. The members notice only when they next need a
-        coordinator."""
+        """Close every connection, when the members have what they were told, and release the store; idempotent. The
+        members notice only when they next need a coordinator."""
         if self._keep_task is not None:
             self._keep_task.cancel()
             await asyncio.wait({self._keep_task})
             self._keep_task = None
+        await self._flush()
         await self._give_up()
         await self._store.release()
         if not self._shares_port:
             self._port.close()
+
+    async def _flush(self) -> None:
+        """Wait until the kernels have what was said, for `LAST` seconds at most, and say whose has not."""
+        behind = {asyncio.ensure_future(writer.flushed()): conn for conn, writer in self._writers.items()}
+        if not behind:
+            return
+        _, late = await asyncio.wait(behind, timeout=LAST)
+        for flushing in late:
+            flushing.cancel()
+            who = self._here.get(behind[flushing])
+            drop("unsent", f"what was said last to replica {'?' if who is None else who.replica}, which does not read")
 
     async def _give_up(self) -> None:
         self._machine = None

@@ -8,9 +8,14 @@ import struct
 
 import pytest
 
+from ftcomm.control import wire
 from ftcomm.control.byte_stream import ByteStream
+from ftcomm.control.handshake import Opening
+from ftcomm.control.links import Listener, listen, serve_messages
+from ftcomm.control.sealed import Channel
+from tests.rigs.asyncio_client import open_socket
 from tests.rigs.exchange import socket_pair
-from tests.rigs.peers import DEADLINE, MB, pair, until
+from tests.rigs.peers import CREDENTIALS, DEADLINE, MB, pair, until
 
 
 def _read(far: socket.socket, count: int) -> bytes:
@@ -42,6 +47,34 @@ def test_what_finds_no_room_is_sent_when_there_is_some_and_before_it_closes() ->
     ended: list[OSError | None] = []
     asyncio.run(run())
     assert ended == [None]
+
+
+def test_what_is_unsent_goes_out_though_the_task_that_serves_the_connection_is_cancelled() -> None:
+    """As a server does at its end, right after it has told its members so."""
+
+    async def run() -> None:
+        sock = listen("127.0.0.1", 0)
+        served: list[wire.Writer] = []
+
+        async def serve(channel: Channel, opening: Opening) -> None:
+            await serve_messages(channel, print, served.append)
+
+        listener = Listener(sock, CREDENTIALS, serve)
+        channel = await open_socket(sock.getsockname(), CREDENTIALS, "leader", {})
+        await until(lambda: bool(served))
+        for _ in range(16):
+            served[0].write(bytes(MB))
+        flushed = asyncio.ensure_future(served[0].flushed())
+        await asyncio.sleep(0)
+        assert not flushed.done()
+        await listener.close()
+        far = channel.detach()
+        far.setblocking(True)
+        assert len(await asyncio.to_thread(_read, far, 17 * MB)) > 16 * MB
+        await asyncio.wait_for(flushed, DEADLINE)
+        far.close()
+
+    asyncio.run(run())
 
 
 def test_it_reads_from_its_beginning_to_its_close() -> None:

@@ -14,6 +14,7 @@ from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import finish_writer
 from ftcomm.control import messages as m
 from ftcomm.control import probe as probe_module
+from ftcomm.control import server as server_module
 from ftcomm.control.finishes import Finishes
 from ftcomm.control.links import Link
 from ftcomm.control.messages import Event
@@ -242,6 +243,33 @@ def test_the_end_of_the_job_waits_for_what_is_being_written_but_not_for_long(mon
         talk.close()
 
     served(store, 1, test)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_was_said_last_is_heard_or_it_is_said_that_it_is_not(
+    reads: bool, count: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "LAST", DEADLINE if reads else 0.1)
+    some, times = bytes(1 << 20), 16
+
+    async def test(server: CoordinatorServer, events: list[Event]) -> None:
+        port = int(server.endpoint.rpartition(":")[2])
+        channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0, "shard": 0})
+        await until(lambda: bool(server._writers))
+        (writer,) = server._writers.values()
+        for _ in range(times):
+            writer._writer.write(some)
+        assert not asyncio.ensure_future(writer.flushed()).done()
+        stopping = asyncio.ensure_future(server.stop())
+        with channel.detach() as far:
+            heard = 0
+            while reads and (part := await asyncio.get_running_loop().sock_recv(far, 1 << 20)):
+                heard += len(part)
+            await stopping
+        assert (heard > times * len(some)) == reads
+        assert count("unsent") == (not reads)
+
+    served(Slow(), 1, test)
 
 
 class Doubted(ViewStore):
