@@ -121,10 +121,10 @@ class Coordinator:
         if isinstance(message, m.Report):
             return [*met, Log(message.kind, {**message.fields, "replica": link.replica})]
         if not known.job.counts(link.replica, link.incarnation):
-            return [*met, *self._from_joiner(conn, link, message)]
+            return [*met, *self._from_joiner(conn, link, message, now)]
         return [*met, *self._from_member(conn, link, message, now)]
 
-    def _from_joiner(self, conn: Conn, link: LeaderLink, message: m.Message) -> list[CoordinatorAction]:
+    def _from_joiner(self, conn: Conn, link: LeaderLink, message: m.Message, now: float) -> list[CoordinatorAction]:
         known = self.known
         replica = link.replica
         if isinstance(message, m.Finished):
@@ -136,6 +136,9 @@ class Coordinator:
             return [Log("ready", {"replica": replica}), Send(conn, known.unheard or WAITS), *self._changes.propose()]
         if isinstance(message, m.Leave):
             return self._admissions.dismiss(conn, replica)
+        if isinstance(message, m.Suspect) and (message.replica, message.proof) == (replica, True):
+            said = Log("suspect", {"replica": replica, "reason": message.reason, "by": replica})
+            return [said, Close(conn), *self._suspects.disconnected(conn, now)]
         return []
 
     def _from_member(self, conn: Conn, link: LeaderLink, message: m.Message, now: float) -> list[CoordinatorAction]:

@@ -127,13 +127,14 @@ class Leader:
         self.finished = False
         self.leaving = False
         self._dismissed = False
+        self._lost = False  # one of its ranks is
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 
     def join(self) -> m.Join | None:
         """Returns the first message on a connection to the coordinator: None until all ranks have said hello, and again
-        None once the coordinator has sent this replica away."""
-        if len(self.addresses) < self.ranks or self._dismissed:
+        None once the coordinator has sent this replica away, or a rank of it is lost and no view has it."""
+        if len(self.addresses) < self.ranks or self._dismissed or (self._lost and self.view is None):
             return None
         addresses = Addresses.of(self.addresses[shard] for shard in range(self.ranks))
         timeouts = dataclasses.astuple(self._timeouts)
@@ -363,12 +364,13 @@ class Leader:
     def rank_lost(self, shard: int, reason: str, script: ScriptEnd | None = None) -> list[LeaderAction]:
         """The replica is the unit of failure: without one of its ranks it is lost. `script` is how that of the rank has
         ended, if it is known."""
-        if self.finished or shard in self._told["Finished"]:
+        if self._lost or self.finished or shard in self._told["Finished"]:
             return []
+        self._lost = True
         text = f"its shard {shard} is lost: {reason}"
         return [
             ToCoordinator(m.Suspect(self.replica, self.incarnation, text, True, script=script)),
-            *self._to_ranks(m.Removed(f"replica {self.replica} cannot go on: {text}")),
+            *self._give(m.Removed(f"replica {self.replica} cannot go on: {text}")),
         ]
 
     def rank_refused(self, shard: int, reason: str) -> list[LeaderAction]:

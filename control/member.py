@@ -46,6 +46,7 @@ class Machine:
         self.view: View | None = None  # in force, or being installed during a change
         self.preview: View | None = None  # the members and this replica, as a running job first told them
         self.ran = False  # this rank has exchanged in some view
+        self._came_in = 0  # the epoch of the first one
         self.step = -1  # the newest boundary that was passed
         self.loop = 0  # the step loop of the last boundary that the user's code came to
         self._loop_began = 0  # the first boundary of that loop
@@ -167,7 +168,10 @@ class Machine:
                 reason = "joins at a later boundary: the change that was to add this replica was given up"
                 return [JoinPending(reason, m.Stage.JOINING)]
             self.phase = Phase.FAILED
-            return [Failed(f"the job went on without replica {self.replica} in epoch {view.epoch} ({view.why})")]
+            reason = f"the job went on without replica {self.replica} in epoch {view.epoch} ({view.why})"
+            # If a change is given up by which this replica came in, ranks of it that had not run yet would join later.
+            came_in = self.view is not None and self.view.epoch == self._came_in
+            return [*([ToLeader(m.Finished(False, reason))] if came_in else []), Failed(reason)]
         self.phase, self.view, self._mine = Phase.CHANGING, view, None
         self._theirs = {epoch: told for epoch, told in self._theirs.items() if epoch >= view.epoch}
         return [Freeze(view)]
@@ -248,5 +252,5 @@ class Machine:
         self.phase = Phase.RUNNING
         if not self.ran and self.view.step is not None:
             self.step = self.view.step - 1  # a joiner starts with that step
-        self.ran = True
+        self.ran, self._came_in = True, self._came_in or epoch
         return [ToLeader(m.Installed(epoch)), *self._pass()]

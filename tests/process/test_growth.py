@@ -119,6 +119,27 @@ def wait_without(running: Job, replica: int, seen: int) -> None:
     )
 
 
+def wait_back(running: Job, replicas: set[int], joiner: int, since: int) -> None:
+    """Wait until `replicas` contribute. If a member is lost while ranks of the joiner run in its first view already,
+    and no replica is known to run there as a whole, that view is given up. The joiner then ends, and is started again
+    as a launcher would: it has no place in the next view, since the others may be steps ahead of its script."""
+
+    def back() -> bool:
+        if not any(running.processes[joiner, rank].is_alive() for rank in range(running.ranks)):
+            assert running.join(joiner) == [1] * running.ranks, running.errors()
+            running.start(joiner)
+        return running.contribute(replicas, since)
+
+    for _ in _until(back, f"seed {SEED}: not all of {replicas} contribute"):
+        pass
+
+
+def ran_too_early(joiner: int) -> Excused:
+    """Errors of a joiner that ends in this way are none."""
+    said = f"RemovedError: the job went on without replica {joiner} in epoch ", f"RemovedError: replica {joiner} cannot"
+    return lambda replica, _, text: replica == joiner and text.startswith(said)
+
+
 def lose(running: Job, replica: int, rank: int | None = None) -> None:
     """Kill it, and wait until the others know."""
     seen = len(running.events)
@@ -230,10 +251,10 @@ def test_a_member_that_dies_at_every_point_of_a_change(tmp_path: Path) -> None:
             wait_dead(running, 1)
             wait_without(running, 1, seen)
             running.start(1)
-            running.wait_contributing(ALL, since=seen)
+            wait_back(running, ALL, JOINER, seen)
             lose(running, JOINER)
         running.start(JOINER)
-        finish(running, ALL)
+        finish(running, ALL, ran_too_early(JOINER))
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["another dies", "another leaves and a third dies"])
@@ -259,12 +280,12 @@ def test_a_loss_at_every_point_of_a_change(tmp_path: Path, leaves: bool) -> None
                 wait_without(running, 3, seen)
                 running.start(3)
             running.start(1)
-            running.wait_contributing({0, 1, 2, 3}, since=seen)
+            wait_back(running, {0, 1, 2, 3}, 3, seen)
             if not leaves:
                 lose(running, 3)
         if not leaves:
             running.start(3)
-        finish(running, {0, 1, 2, 3}, lambda _, __, text: leaves and "went on without replica 3" in text)
+        finish(running, {0, 1, 2, 3}, ran_too_early(3))
 
 
 # -- several at a time -------------------------------------------------------------------------------------------------

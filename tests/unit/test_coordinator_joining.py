@@ -75,6 +75,21 @@ def test_a_joiner_is_in_no_view_before_its_script_is_ready() -> None:
     assert sum(isinstance(message, m.Registered) for message in script.sent[11]) == 1
 
 
+def test_a_joiner_that_has_lost_a_rank_does_not_come_in() -> None:
+    """Its leader says so, whose process may run for a while yet."""
+    script = after_loss(3, 1)
+    script.tell(0, m.Heartbeat(7))
+    script.join_ready(11)
+    assert is_asked(script)
+    script.tell(11, m.Suspect(2, "another", "silent", True))
+    assert is_asked(script)
+    script.tell(11, m.Suspect(1, "life-11", "its shard 1 is lost: out of memory", True))
+    assert not is_asked(script)
+    script.join_ready(21)
+    script.promise(0, 2)
+    assert script.newest == ((0, 1, 2), {0, 2})
+
+
 def in_loop(loop: int) -> Script:
     """One of three has been lost and comes back, and the others are in that step loop."""
     script = after_loss(3, 1)

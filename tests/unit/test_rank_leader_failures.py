@@ -6,7 +6,7 @@ from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.leader import ToRank
-from tests.rigs.rank_node import TIMEOUTS, Process, address, running, said, view
+from tests.rigs.rank_node import TIMEOUTS, Process, address, change, running, said, view
 
 
 def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_first() -> None:
@@ -89,7 +89,7 @@ def test_a_rank_without_a_leader_ends_when_a_member_says_that_the_job_goes_on_wi
             assert node.peer_answered(m.RemovedIn(same)) == []
         told = node.peer_answered(m.RemovedIn(view(2, (1,), 2)))
         assert bool(told) == silent  # else its leader tells it what there is to be told
-        assert all(isinstance(action, act.Failed) for action in told)
+        assert [type(action) for action in told if not isinstance(action, n.Up)] == [act.Failed] * silent
 
 
 def test_a_rank_whose_leader_says_nothing_more_does_not_wait_on_for_ever() -> None:
@@ -144,6 +144,30 @@ def test_a_rank_that_fails_tells_its_leader_which_would_wait_for_it_as_long_as_i
     actions = leader.from_rank(1, said_last.message, 0.0)
     assert [x.reason for x in said(actions, m.Suspect)] == ["its shard 1 is lost: out of memory"]  # type: ignore[attr-defined]
     assert any(isinstance(action, act.Failed) for action in actions)
+
+
+def test_a_rank_that_ran_in_a_view_that_is_given_up_tells_its_leader_as_others_may_join_later() -> None:
+    """The change by which the replica came in: ranks of it that have not run yet would come in with the next one."""
+    without = m.NewView(view(3, (1,), 2))
+    came_in, member = running((0, 1), ranks=2, rank=1), running((0, 1), ranks=2, rank=1)
+    change(member, view(2, (0, 1), 2))
+    (told,) = said(came_in.from_up(without), m.Finished)
+    assert said(member.from_up(without), m.Finished) == []
+    leader = Process(0, 2)
+    leader.up_opened()
+    (join,) = said(leader.from_rank(1, m.Hello(1, address(0, 1)), 0.0), m.Join)
+    actions = leader.from_rank(1, told, 0.0)
+    assert [x.proof for x in said(actions, m.Suspect)] == [True]  # type: ignore[attr-defined]
+    assert leader.from_rank(1, told, 0.0) == []  # as each of thousands may say
+    leader.up_lost("reset by peer")
+    assert join not in said(leader.up_opened(), m.Join)  # or it would be taken in again
+
+
+def test_a_rank_that_was_away_hears_that_another_one_is_lost() -> None:
+    leader = running(ranks=3)
+    leader.from_rank(1, m.Finished(False, "out of memory"), 0.0)
+    actions = leader.from_rank(2, m.Hello(2, address(0, 2), "life-0"), 0.0)
+    assert any(isinstance(action, ToRank) and isinstance(action.message, m.Removed) for action in actions)
 
 
 def test_a_leader_that_another_host_refuses_may_live() -> None:
