@@ -235,7 +235,7 @@ def run(
     back joins with the same command. A signal drains the job on host 0, on another one the replicas of that host.
 
     Options of ftcomm come before SCRIPT, all after it is for the script. Lines of the ranks get [replica] or
-    [replica.rank] in front. Each rank gets OMP_NUM_THREADS, its share of the cores, unless you set it.
+    [replica.shard] in front. Each rank gets OMP_NUM_THREADS, its share of the cores, unless you set it.
 
     Ctrl-C or SIGTERM drains the job: all replicas leave together at a coming step. A second ends them at once.
 

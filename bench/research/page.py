@@ -93,12 +93,13 @@ def render(results: Mapping[str, Result]) -> str:
             continue
         newest, explained = results[kind], ""
         for result in (newest, *newest.elsewhere):
-            first, blank, *rest = section(result)
-            lines += ["", *(rest if first == explained and not blank else (first, blank, *rest))]
-            explained = first
+            text = section(result)
+            if text[1:2] == [""]:  # what the columns are; once for all machines
+                lines += ["", text[0]] if text[0] != explained else []
+                explained, text = text[0], text[2:]
+            lines += ["", result.machine, "", *text]
             if result is newest and (picture := _picture(kind, result)):
                 lines += ["", f"![{picture.shows}]({_file(kind)})"]
-            lines += ["", result.machine]
     return "\n".join(lines) + "\n"
 
 

@@ -235,6 +235,11 @@ class Checkpoints:
 
     def _load(self, path: Path) -> None:
         ranks = len(list(path.glob("shard-*")))
+        if not ranks:
+            raise StateError(
+                f"{path} has no part that this version can read (shard-0 and so on), as one of ftcomm 0.1 has none; "
+                "take it away, and an older one will be used"
+            )
         if ranks != self._ranks:
             raise StateError(
                 f"{path} was written by replicas of {ranks} ranks, here they have {self._ranks}; restart with as many "

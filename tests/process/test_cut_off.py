@@ -83,7 +83,7 @@ class RelayedJob(Job):
 
 @contextlib.contextmanager
 def relayed(folder: Path, **settings: Any) -> Iterator[RelayedJob]:
-    # A step takes longer than elsewhere: of those who are cut off for a quarter of a minute, few say as much as many.
+    # Longer steps than elsewhere: members are cut off for a quarter of a minute, and few steps show as much as many.
     arguments: dict[str, Any] = dict(elements=1000, steps=ENDLESS, heartbeat_timeout=SILENCE, pause=0.02)
     job = RelayedJob(folder, replicas=3, body=reduce_forever, **{**arguments, **settings})
     job.relay = Relay(job)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from ftcomm.control import liveness
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.views import Address
+from tests.rigs.deadlines import DEADLINE
 
-DEADLINE = 60.0
 CREDENTIALS = Credentials("secret")
 
 

@@ -84,6 +84,13 @@ def refused(folder: Path) -> None:
         assert other.join(0) == [1]
         ((*_, text),) = other.errors()
         assert "does not fit here: model.0.weight is float32[300, 4] there and float32[301, 4] here" in text
+    for step in complete(folder / "one/checkpoints"):
+        part = folder / "one/checkpoints" / f"step-{step:08}"
+        (part / "shard-0").rename(part / "rank-0")
+    with job(folder, "older", 1, steps=0) as later:
+        assert later.join(0) == [1]
+        ((*_, text),) = later.errors()
+        assert "has no part that this version can read" in text
 
 
 def flat(value: float = 1.0) -> FlatState:

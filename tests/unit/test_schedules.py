@@ -1,4 +1,4 @@
-"""The exchange under thousands of schedules: crashes, false suspicions, late news, joiners, wrong calls.
+"""The exchange under hundreds of schedules: crashes, false suspicions, late news, joiners, wrong calls.
 
 All collectives; the real streams, flights and resume plans, on real segments, stepped one at a time by a seeded
 scheduler instead of threads, so that a failing seed replays exactly. What a member sees of a view change, and when, is
