@@ -43,6 +43,7 @@ from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.running_time import RunningTime, RunningTimer
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
+from ftcomm.control.socket_events import socket_events
 from ftcomm.control.timeouts import AWAITED_EVERY, Timeouts
 from ftcomm.control.unstarted import NamedRank, asking_times
 from ftcomm.control.upward_link import News, UpwardLink
@@ -374,7 +375,8 @@ class Agent:
             with contextlib.suppress(Exception):
                 self._control.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             # No process is to be found here any more.
-            for close in (self._peers.close, self._sock.close, self._control.loop.close):
+            loop = self._control.loop
+            for close in (self._peers.close, self._sock.close, socket_events(loop).close, loop.close):
                 with contextlib.suppress(OSError):  # the script has closed its descriptor
                     close()
             self._witness.dismiss()

@@ -129,16 +129,18 @@ class Coordinator:
         replica = link.replica
         if isinstance(message, m.Finished):
             return [Send(conn, m.FinishAck())]
-        if known.view is None or not known.joiners.has(replica, link.incarnation):
+        if not known.joiners.has(replica, link.incarnation):
+            return []
+        if isinstance(message, m.Suspect) and (message.replica, message.proof) == (replica, True):
+            said = Log("suspect", {"replica": replica, "reason": message.reason, "by": replica})
+            return [said, Close(conn), *self._suspects.disconnected(conn, now)]
+        if known.view is None:
             return []
         if isinstance(message, m.Ready) and known.joiners.ready(replica):
             link.loop = message.loop
             return [Log("ready", {"replica": replica}), Send(conn, known.unheard or WAITS), *self._changes.propose()]
         if isinstance(message, m.Leave):
             return self._admissions.dismiss(conn, replica)
-        if isinstance(message, m.Suspect) and (message.replica, message.proof) == (replica, True):
-            said = Log("suspect", {"replica": replica, "reason": message.reason, "by": replica})
-            return [said, Close(conn), *self._suspects.disconnected(conn, now)]
         return []
 
     def _from_member(self, conn: Conn, link: LeaderLink, message: m.Message, now: float) -> list[CoordinatorAction]:
@@ -229,6 +231,12 @@ class Coordinator:
     def asked(self, conn: Conn, rank: NamedRank, lived: float, now: float) -> list[CoordinatorAction]:
         """Tell a process that asks whether it waits for a rank that cannot start; see `Admissions`."""
         return self._admissions.asked(conn, rank, lived, now)
+
+    def mute(self, longer: float, now: float) -> set[Conn]:
+        """Returns the connections of leaders that have not spoken for `longer` seconds, and whose kernels answer."""
+        mute = self.known.detector.mute(now).items()
+        conns = (self.known.links.conn_of(replica) for replica, seconds in mute if seconds > longer)
+        return {conn for conn in conns if conn is not None}
 
     def acknowledged(self, conn: Conn, at: float) -> None:
         """Note that the kernel at the other end has answered, whatever its process does."""

@@ -329,7 +329,7 @@ class Leader:
             return self.rank_lost(shard, "it was started again, and its replica was not")
         self.addresses[shard], self._replicas[shard] = hello.address, hello.replicas
         join = self.join()
-        return [*welcome, ToCoordinator(join)] if join is not None else welcome
+        return [*welcome, *(self._again(shard) if join is None else [ToCoordinator(join)])]
 
     @property
     def _ready_in(self) -> int:

@@ -40,6 +40,7 @@ from ftcomm.control.wait_for import wait_for
 log = logging.getLogger("ftcomm.control")
 
 LAST = 2.0  # s for what is said at the end
+LONG, FEW = 60.0, 8  # a leader that is mute for so many s gets one ping of so many: two in the time for an answer
 
 Serve = Callable[[Channel, handshake.Fields], Coroutine[Any, Any, None]]
 
@@ -87,6 +88,7 @@ class CoordinatorServer:
         self._machine: c.Coordinator | None = None
         self._once = EncodedOnce()
         self._writers: dict[ca.Conn, Told] = {}
+        self._looks = 0  # at the kernels of leaders
         self._here: dict[ca.Conn, NamedRank] = {}  # the leaders that are here; their `Join` may be under way
         self._conns = 0
         self._listener: Listener | None = None
@@ -320,14 +322,17 @@ class CoordinatorServer:
                     drop("internal", f"the look at who is here: {error!r}", error=error)
 
     def _ask_kernels(self, machine: c.Coordinator) -> None:
-        """Look which kernels have acknowledged what they were sent, then send the next ping."""
+        """Look which kernels have acknowledged what they were sent, then send the next ping. A leader that is stopped
+        reads none of them, and its connection would end when there is no room for more: it gets few."""
         self._prober.only(machine.lives)
-        ping = m.Ping()
+        ping, mute = m.Ping(), machine.mute(LONG, time.monotonic())
+        self._looks += 1
         for conn, writer in self._writers.items():
             seconds = writer.unanswered()
             if seconds is not None:
                 machine.acknowledged(conn, time.monotonic() - seconds)
-            writer.send(ping)
+            if conn not in mute or self._looks % FEW == 0:
+                writer.send(ping)
 
     async def _probe(self, probe: Probe) -> None:
         machine = self._machine

@@ -18,15 +18,16 @@ from ftcomm.control.fork import keep_from_children
 AT_ONCE = 256  # events in one turn of the loop, so that its timers and tasks have their turn
 
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
-_made: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, SocketEvents] = weakref.WeakKeyDictionary()
+_OF_LOOP = "_ftcomm_socket_events"  # an attribute of an event loop, so that they are forgotten with it
 
 
-def socket_events() -> SocketEvents:
-    """Returns those of the running event loop."""
-    loop = asyncio.get_running_loop()
-    made = _made.get(loop)
+def socket_events(loop: asyncio.AbstractEventLoop | None = None) -> SocketEvents:
+    """Returns those of `loop`, or of the running one."""
+    loop = asyncio.get_running_loop() if loop is None else loop
+    made: SocketEvents | None = getattr(loop, _OF_LOOP, None)
     if made is None:
-        made = _made[loop] = SocketEvents(loop)
+        made = SocketEvents(loop)
+        setattr(loop, _OF_LOOP, made)
     return made
 
 
@@ -64,20 +65,30 @@ class SocketEvents:
         return self._remove(self._writers, number)
 
     def _add(self, to: dict[int, Callable[[], object]], number: int, call: Callable[[], object]) -> None:
+        epoll = self._watched()
         before = self._waits(number)
         to[number] = call
-        if self._epoll is None:
-            self._epoll = select.epoll()
-            self._running().add_reader(self._epoll.fileno(), self._look)
         try:
             if before:
                 with contextlib.suppress(FileNotFoundError):  # another one had that number, and was closed meanwhile
-                    self._epoll.modify(number, self._waits(number))
+                    epoll.modify(number, self._waits(number))
                     return
-            self._epoll.register(number, self._waits(number))
+            epoll.register(number, self._waits(number))
         except BaseException:
             self._remove(to, number)
             raise
+
+    def _watched(self) -> select.epoll:
+        """Returns the epoll, which the loop watches. Without one nothing has changed if there is none to be had."""
+        if self._epoll is None:
+            made = select.epoll()
+            try:
+                self._running().add_reader(made.fileno(), self._look)
+            except BaseException:
+                made.close()
+                raise
+            self._epoll = made
+        return self._epoll
 
     def _remove(self, of: dict[int, Callable[[], object]], number: int) -> bool:
         if of.pop(number, None) is None:
@@ -89,12 +100,20 @@ class SocketEvents:
             else:
                 self._epoll.unregister(number)
         if not self._readers and not self._writers:
-            loop = self._loop()
-            if loop is not None and not loop.is_closed():
-                loop.remove_reader(self._epoll.fileno())
-            self._epoll.close()
-            self._epoll = None
+            self.close()
         return True
+
+    def close(self) -> None:
+        """Call nothing any more of all that was added, and hold none of it."""
+        self._readers.clear()
+        self._writers.clear()
+        epoll, self._epoll = self._epoll, None
+        if epoll is None:
+            return
+        loop = self._loop()
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(epoll.fileno())
+        epoll.close()
 
     def _waits(self, number: int) -> int:
         """Returns the events that a descriptor waits for."""

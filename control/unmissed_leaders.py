@@ -3,8 +3,9 @@
 Of several ranks the leader is a process of its own. They hear of a view from others, too, and run in it while it is
 stopped. But it alone can say that they do, and before all leaders have said so no replica can join, begin to contribute
 or leave. So such a leader is a stall after the number that the user has set. That is counted in seconds in which this
-coordinator runs, in which the leader is mute, and in each of which something else shows who is at fault:
+coordinator runs, in which the leader is mute, and in each of which something waits, and shows who is at fault:
 
+    a change of membership waits      whoever stands still for a while and holds up nobody is none
     the kernel at the other end of    the leader's host and the path to it are there. An answer to another connection
       its own connection answers      does not count: a firewall may have forgotten this one alone
     a contributing member speaks      the coordinator is not the one that is cut off, nor is the whole job suspended
@@ -38,11 +39,11 @@ class UnmissedLeaders:
             return {}
         ran, mute = known.ran.seconds, known.detector.mute(now)
         unsaid = set(view.replicas) - known.job.installed - known.job.finished.keys()
-        heard = self._hears_another(view.contributing - unsaid, now)
+        waits = any(self._changes.wanted(view)) and self._hears_another(view.contributing - unsaid, now)
         stopped = {
             member.replica: self._since.get((member.replica, member.incarnation), ran)
             for member in view.members
-            if heard
+            if waits
             and member.replica in unsaid & mute.keys()
             and len(member.ranks) > 1
             and self._answers(member.replica, now)
@@ -50,7 +51,7 @@ class UnmissedLeaders:
         self._since = {(x.replica, x.incarnation): stopped[x.replica] for x in view.members if x.replica in stopped}
         lasted = {replica: ran - since for replica, since in stopped.items()}
         due = {x: seconds for x, seconds in lasted.items() if seconds > known.timeouts.op + known.timeouts.grace}
-        if not due or due.keys() != unsaid or not any(self._changes.wanted(view)):
+        if not due or due.keys() != unsaid:
             return {}
         why = "a change of membership waits for it"
         return {x: Culprit(Removal.STALL, f"{why}; {leader_described(mute[x])}", due[x]) for x in sorted(due)}

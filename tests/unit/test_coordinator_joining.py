@@ -90,6 +90,17 @@ def test_a_joiner_that_has_lost_a_rank_does_not_come_in() -> None:
     assert script.newest == ((0, 1, 2), {0, 2})
 
 
+def test_a_job_does_not_begin_with_a_replica_that_has_lost_a_rank() -> None:
+    script = Script(0)
+    script.coordinator.known.expected = 2
+    script.join_ready(0)
+    script.tell(0, m.Suspect(0, "life-0", "its shard 1 is lost: out of memory", True))
+    script.join_ready(1)
+    assert not script.views
+    script.join_ready(10)
+    assert script.newest == ((0, 1), {0, 1})
+
+
 def in_loop(loop: int) -> Script:
     """One of three has been lost and comes back, and the others are in that step loop."""
     script = after_loss(3, 1)

@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import errno
 import os
+import types
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -327,3 +329,22 @@ def test_a_coordinator_that_is_not_sure_of_its_store_calls_nobody_to_it(monkeypa
 
     asyncio.run(run())
     assert all(calls)
+
+
+def test_a_leader_that_is_mute_for_long_gets_few_pings_as_it_reads_none() -> None:
+    """Its connection would end when there is no room for more, and then nothing shows that its kernel answers."""
+    sent: list[int] = []
+
+    def writer(conn: int) -> Any:
+        return types.SimpleNamespace(unanswered=lambda: 0.0, send=lambda message: sent.append(conn))
+
+    machine: Any = types.SimpleNamespace(lives=(), mute=lambda longer, now: {1}, acknowledged=lambda *_: None)
+
+    async def run() -> None:
+        server = CoordinatorServer(1, 1, CREDENTIALS, timeouts=TIMEOUTS)
+        server._writers = {1: writer(1), 2: writer(2)}
+        for _ in range(16):
+            server._ask_kernels(machine)
+
+    asyncio.run(run())
+    assert (sent.count(1), sent.count(2)) == (2, 16)

@@ -170,6 +170,17 @@ def test_a_rank_that_was_away_hears_that_another_one_is_lost() -> None:
     assert any(isinstance(action, ToRank) and isinstance(action.message, m.Removed) for action in actions)
 
 
+def test_a_rank_that_comes_when_another_one_is_lost_already_hears_that() -> None:
+    """It would wait for its replica for as long as it may take to come."""
+    leader = Process(0, 3)
+    leader.up_opened()
+    leader.from_rank(1, m.Hello(1, address(0, 1)), 0.0)
+    leader.from_rank(1, m.Finished(False, "out of memory"), 0.0)
+    actions = leader.from_rank(2, m.Hello(2, address(0, 2)), 0.0)
+    told = [a.message for a in actions if isinstance(a, ToRank) and a.shard == 2]
+    assert [type(message) for message in told] == [m.Welcome, m.Removed]
+
+
 def test_a_leader_that_another_host_refuses_may_live() -> None:
     node = running((0, 1), ranks=2, rank=1)
     assert node.up_lost("refused", refused=True) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import select
@@ -134,6 +135,52 @@ def test_what_cannot_be_watched_is_an_error_and_leaves_nothing() -> None:
             assert made.remove_reader(near.fileno())
 
     _run(work)
+
+
+@pytest.mark.parametrize("lacks", ["the epoll", "its place in the loop"])
+def test_a_shortage_while_the_epoll_is_made_is_an_error_and_the_next_one_is_watched(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def short(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def work(made: SocketEvents) -> None:
+        with pair() as (near, far):
+            with monkeypatch.context() as patch:
+                if lacks == "the epoll":
+                    patch.setattr(select, "epoll", short)
+                else:
+                    patch.setattr(asyncio.get_running_loop(), "add_reader", short)
+                with pytest.raises(OSError, match="too many"):
+                    made.add_reader(near.fileno(), lambda: called.append("wrong"))
+            assert not made.remove_reader(near.fileno())
+            far.sendall(b"a")
+            made.add_reader(near.fileno(), lambda: called.append("reads"))
+            await until(lambda: bool(called))
+            assert set(called) == {"reads"}
+            assert made.remove_reader(near.fileno())
+
+    _run(work)
+
+
+def test_a_loop_that_has_ended_keeps_no_socket_open() -> None:
+    """The other end hears that nobody is there any more."""
+    far: list[socket.socket] = []
+
+    async def work() -> None:
+        near, other = socket.socketpair()
+        far.append(other)
+        socket_events().add_reader(near.fileno(), near.close)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(work())
+    socket_events(loop).close()
+    loop.close()
+    far[0].settimeout(10)
+    assert far[0].recv(1) == b""
+    far[0].close()
 
 
 def test_an_error_in_a_call_is_told_to_the_loop_and_keeps_no_other_from_being_called() -> None:

@@ -90,6 +90,14 @@ def slow(script: Script) -> None:
         script.tell(2, m.Heartbeat(4))
 
 
+def idle(script: Script) -> None:
+    """Nobody waits for it but for a short time: one that joins goes again."""
+    script.cut(11)
+    go_on(script, 3 * AFTER, speak=(0,))
+    script.join_ready(11)
+    go_on(script, LIMIT / 2)
+
+
 def cut_off(script: Script) -> None:
     """The coordinator is, again and again: those that contribute are not heard for a while."""
     for _ in range(4):
@@ -97,7 +105,9 @@ def cut_off(script: Script) -> None:
         go_on(script, 2 * TIMEOUTS.silence, speak=())
 
 
-@pytest.mark.parametrize("how", [heals, forgotten, away, suspended, paused, slow, cut_off], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "how", [heals, forgotten, away, suspended, paused, slow, idle, cut_off], ids=lambda x: x.__name__
+)
 def test_none_that_is_whole_is_removed(how: Callable[[Script], None]) -> None:
     script = unsaid()
     how(script)
