@@ -3,14 +3,15 @@
 Of several ranks the leader is a process of its own. They hear of a view from others, too, and run in it while it is
 stopped. But it alone can say that they do, and before all leaders have said so no replica can join, begin to contribute
 or leave. So such a leader is a stall after the number that the user has set. That is counted in seconds in which this
-coordinator runs, in which the leader is mute, and in each of which something waits, and shows who is at fault:
+coordinator runs, in which the leader is mute and a change waits, and in each of which something else shows who is at
+fault:
 
-    a change of membership waits      whoever stands still for a while and holds up nobody is none
     the kernel at the other end of    the leader's host and the path to it are there. An answer to another connection
       its own connection answers      does not count: a firewall may have forgotten this one alone
     a contributing member speaks      the coordinator is not the one that is cut off, nor is the whole job suspended
 
-The count begins anew whenever one of them does not hold, or the leader speaks. So a network that heals, or a job that
+The count begins anew whenever one of these does not hold, or the leader speaks; it only rests while no change waits,
+since joiners come and go. So a network that heals, or a job that
 goes on after it was suspended, gives a leader all of its time. Nobody is judged who has one rank: where a script holds
 the interpreter no leader can speak, and an op will miss it.
 """
@@ -29,27 +30,31 @@ from ftcomm.control.views import Life
 class UnmissedLeaders:
     def __init__(self, known: KnownJob, changes: BoundaryChanges) -> None:
         self._known, self._changes = known, changes
-        self._since: dict[Life, float] = {}  # in running time: since when all of that holds
+        self._waited: dict[Life, float] = {}  # for so many seconds of running time a change has waited for it
+        self._ran = 0.0  # at the last look
 
     def due(self, now: float) -> dict[int, Culprit]:
         """Returns the members to remove now, whose word alone a change waits for. To be called in every tick."""
         known, view = self._known, self._known.view
+        passed, self._ran = known.ran.seconds - self._ran, known.ran.seconds
         if view is None or known.job.settled:
-            self._since.clear()
+            self._waited.clear()
             return {}
-        ran, mute = known.ran.seconds, known.detector.mute(now)
+        mute = known.detector.mute(now)
         unsaid = set(view.replicas) - known.job.installed - known.job.finished.keys()
-        waits = any(self._changes.wanted(view)) and self._hears_another(view.contributing - unsaid, now)
+        heard = self._hears_another(view.contributing - unsaid, now)
+        waits = any(self._changes.wanted(view))
         stopped = {
-            member.replica: self._since.get((member.replica, member.incarnation), ran)
+            member.replica: (member.replica, member.incarnation)
             for member in view.members
-            if waits
+            if heard
             and member.replica in unsaid & mute.keys()
             and len(member.ranks) > 1
             and self._answers(member.replica, now)
         }
-        self._since = {(x.replica, x.incarnation): stopped[x.replica] for x in view.members if x.replica in stopped}
-        lasted = {replica: ran - since for replica, since in stopped.items()}
+        began = {life: self._waited.get(life) for life in stopped.values()}  # None: the count begins now
+        self._waited = {x: 0.0 if waited is None else waited + passed * waits for x, waited in began.items()}
+        lasted = {replica: self._waited[life] for replica, life in stopped.items()} if waits else {}
         due = {x: seconds for x, seconds in lasted.items() if seconds > known.timeouts.op + known.timeouts.grace}
         if not due or due.keys() != unsaid:
             return {}

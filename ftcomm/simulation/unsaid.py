@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ftcomm.simulation.faults import Faults
 
 _SOON = 0.00005  # s between two looks; most messages take longer
+_OFTEN = 0.05  # s between two looks whether somebody waits
 _MOST = 5.0  # s in which the view without the lost one comes
 
 
@@ -63,10 +64,20 @@ class Unsaid:
 
     def _for_good(self, replica: Replica, leader: SimulatedLeader) -> None:
         self._faults.excuse(replica, "its leader is stopped", stalls=True)
-        slack = 2 * self._job.timeouts.heartbeat + 2 * REPORT
-        incarnation = replica.ranks[0].incarnation
-        self._world.after(1.1 * self._limit + slack, None, self._job.promises.stood_still, incarnation)
-        self._world.after(1.1 * self._limit + slack, None, self._faults.mend)
+        limit = 1.1 * self._limit + 2 * self._job.timeouts.heartbeat + 2 * REPORT
+        self._watch(replica.ranks[0].incarnation, limit, self._world.now + 3 * limit)
+
+    def _watch(self, incarnation: str, limit: float, until: float) -> None:
+        """Let it be removed once somebody has waited to join for `limit` seconds in all. One that has to go on to a
+        later step loop waits for nothing until it is ready there."""
+        job = self._job
+        waits = job.coordinator is not None and bool(job.coordinator.machine.known.joiners.waiting)
+        if limit > 0.0 and self._world.now < until:
+            self._world.after(_OFTEN, None, self._watch, incarnation, limit - _OFTEN * waits, until)
+            return
+        if limit <= 0.0:
+            job.promises.stood_still(incarnation)
+        self._faults.mend()
 
     def _for_a_while(self, replica: Replica, leader: SimulatedLeader) -> None:
         seconds = self._limit * self._random.uniform(0.3, 0.9)

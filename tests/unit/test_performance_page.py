@@ -71,7 +71,7 @@ def test_each_processor_has_its_newest_results_and_the_newest_come_first(tmp_pat
     text = render(load(tmp_path))
     assert "| 2 | 1M | 20.0 |" not in text
     assert (
-        0 < text.index("| 2 | 1M | 22.0 |") < text.index("Epyc") < text.index("| 2 | 1M | 21.0 |") < text.index("Xeon")
+        0 < text.index("Epyc") < text.index("| 2 | 1M | 22.0 |") < text.index("Xeon") < text.index("| 2 | 1M | 21.0 |")
     )
 
 

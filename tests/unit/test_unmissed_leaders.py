@@ -50,6 +50,20 @@ def test_it_is_a_stall_after_the_time_that_an_op_may_take() -> None:
     assert script.newest[0] == (0, 1), "and the change is made"
 
 
+def test_the_time_counts_in_which_any_joiner_waits_though_it_goes_and_another_life_comes() -> None:
+    """It waits for as long as its init timeout, which may be less than that of an op."""
+    script = unsaid()
+    go_on(script, 0.6 * LIMIT + MUTE)
+    script.cut(11)
+    go_on(script, LIMIT, speak=(0,))
+    assert script.newest[0] == (0, 2)
+    script.join_ready(21)
+    go_on(script, 0.2 * LIMIT, speak=(0, 21))
+    assert script.newest[0] == (0, 2)
+    go_on(script, 0.4 * LIMIT, speak=(0, 21))
+    assert script.newest[0] == (0,)
+
+
 def heals(script: Script) -> None:
     """Its path to the coordinator is cut for long. Its kernel is heard first, then its leader."""
     go_on(script, 3 * AFTER, answer=())
