@@ -144,7 +144,7 @@ class Messages:
     """`send` and `recv` of a group. Every rank is a position in `roster`. Thread-safe."""
 
     roster: tuple[int, ...]  # the members' numbers in rank order; changes only at step boundaries
-    name: str  # of the group, also in recordings
+    name: str = ""  # of the group, also in recordings
 
     def __init__(self, name: str, me: int, p2p: ProgressEngine) -> None:
         """`me`: the number of this member."""
