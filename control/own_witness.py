@@ -15,7 +15,7 @@ log = logging.getLogger("ftcomm.control")
 
 
 class OwnWitness:
-    """The witness of this rank, if it has one; `nonce` is that of the rank's segment."""
+    """The witness of this rank, if it has one; `nonce` is the one in the rank's address."""
 
     def __init__(
         self, control: ControlLoop, nonce: str, leader: tuple[str, int] | None, credentials: Credentials

@@ -40,7 +40,8 @@ from ftcomm.control.wait_for import wait_for
 log = logging.getLogger("ftcomm.control")
 
 LAST = 2.0  # s for what is said at the end
-LONG, FEW = 60.0, 8  # a leader that is mute for so many s gets one ping of so many: two in the time for an answer
+LONG = 60.0  # s in which a leader says nothing, until it gets fewer pings
+FEW = 8  # then one in so many, so that its kernel still answers twice in the time in which it has to
 
 Serve = Callable[[Channel, handshake.Fields], Coroutine[Any, Any, None]]
 

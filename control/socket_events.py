@@ -79,7 +79,8 @@ class SocketEvents:
             raise
 
     def _watched(self) -> select.epoll:
-        """Returns the epoll, which the loop watches. Without one nothing has changed if there is none to be had."""
+        """Returns the epoll, which the loop watches. Raises `OSError` if there is none to be had; then nothing has
+        changed."""
         if self._epoll is None:
             made = select.epoll()
             try:
