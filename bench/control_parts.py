@@ -267,11 +267,12 @@ class LightRank:
         self.ranks, self.replica, self.shard = ranks, replica, shard
         setup = ranks.setup
         nonce = secrets.token_hex(16)
+        ranks.nonces.add(nonce)
         own = listen(HOST, 0) if setup.flaps(shard) else None
-        self._listener = None if own is None else Listener(own, ranks.credentials, ranks.called, name=nonce)
+        self._listener = None if own is None else Listener(own, ranks.credentials, ranks.called, names=(nonce,))
         port = ranks.port if own is None else own.getsockname()[1]
-        here = address(port, nonce, setup.host(replica, shard))
-        self.node = n.RankNode(replica, shard, here, ranks.timeouts, setup.replicas, setup.ranks)
+        self.address = address(port, nonce, setup.host(replica, shard))
+        self.node = n.RankNode(replica, shard, self.address, ranks.timeouts, setup.replicas, setup.ranks)
         self.column = ranks.columns[shard]
         self._linked: set[Life] = set()  # to which it has links
         self.alive, self.stalled = True, False
@@ -389,6 +390,7 @@ class LightRank:
         if not self.alive:
             return
         self.alive = False
+        self.ranks.nonces.discard(self.address.nonce)
         self.link.close()
         if self._listener is not None:
             self.ranks.close(self._listener)
@@ -420,7 +422,8 @@ class Ranks:
         self._coming: list[LightRank] = []  # without a connection yet
         sock = listen(HOST, 0)
         self.port = sock.getsockname()[1]
-        self._listener = Listener(sock, self.credentials, self.called, name="light ranks")
+        self.nonces: set[str] = set()  # of the ranks that live, for whom the common port answers
+        self._listener = Listener(sock, self.credentials, self.called, names=self.nonces)
 
     async def called(self, channel: Any, opening: Any) -> None:
         channel.close()

@@ -37,14 +37,17 @@ from ftcomm.launch.commands.option_types import choices
 
 FAULTS = ("rank", "host", "replica", "coordinator", "stall", "flap", "failover")
 USUAL = FAULTS[:5]  # the others need several hosts, or etcd
+UNREAD = Path("/proc/sys/net/core/netdev_max_backlog")  # packets on this host that may wait for the kernel to read them
+MANY = 20_000  # ranks; with fewer, a kernel as it comes drops packets, too, but ends no connection
 AT_ONCE = 32  # light ranks of a process that may be about to connect, if a leader takes so many of all processes
 FLAPPING = 10  # hosts
 CUTS = 3  # of them for less than the heartbeat timeout, one after the other, before one for more
 SHORT = 0.6  # of that timeout
 BASE_TIMEOUT = 300.0  # s for a start, or what follows from a fault
-PER_RANK = 0.1  # s more for each rank
+PER_RANK = 0.02  # s more for each rank
 LOOK = 0.1  # s between two looks at it
 LINES = 20  # of what a part has said, for the error when it ends
+LOGGED = 2000  # bytes of its log, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,13 @@ class ControlRequest:
             raise SettingsError(f"--op-timeout and --heartbeat: {error}") from None
         if self.processes < 1 or self.rest < 0 or self.pace <= 0:
             raise SettingsError("expected at least one of --processes, --rest 0 or above, and --pace above 0")
+        total = self.replicas * self.ranks
+        if total > MANY and (unread := int(UNREAD.read_text())) < total:
+            raise SettingsError(
+                f"--replicas {self.replicas} --ranks {self.ranks}: the keepalives of {total} connections come at once, "
+                f"and this kernel drops what goes beyond {unread} packets, so that it ends connections whose both ends "
+                f"live. As root: sysctl -w net.core.netdev_max_backlog={total}"
+            )
         ports = self.replicas * -(-self.ranks // self.hosts) * self.flapping
         needed = ports + 2 * max(self.ranks, self.replicas * self.ranks // self.processes) + 200
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -159,8 +169,8 @@ def timeout_of(setup: Setup) -> float:
 class ControlPart:
     """A process of the emulation, which answers calls and tells what happens."""
 
-    def __init__(self, role: str, setup: Setup) -> None:
-        self.role, self.setup = role, setup
+    def __init__(self, role: str, setup: Setup, log: Path) -> None:
+        self.role, self.setup, self._log = role, setup, log
         self.told: list[dict[str, Any]] = []
         self._last: collections.deque[str] = collections.deque(maxlen=LINES)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -168,14 +178,15 @@ class ControlPart:
 
     async def start(self, sign: str = "port") -> int:
         """Start it; returns the port at which it listens, or whatever it says by another `sign` of having started."""
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "ftcomm.bench.control_parts", self.role, msgspec.json.encode(self.setup).decode()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=1 << 28,
-        )
+        with self._log.open("wb") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "ftcomm.bench.control_parts", self.role, msgspec.json.encode(self.setup).decode()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=1 << 28,
+            )
         self._reading = asyncio.ensure_future(self._read())
         return await self.said(sign)
 
@@ -186,33 +197,47 @@ class ControlPart:
     async def _read(self) -> None:
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
-            self._last.append(line[:300].decode(errors="replace"))
             said = msgspec.json.decode(line)
             waiting = self._answers.pop(said.get("answers", -1), None)
             if waiting is not None:
                 waiting.set_result(said)
             else:
                 self.told.append(said)
+                self._last.append(line[:300].decode(errors="replace"))
         for waiting in self._answers.values():
             if not waiting.done():
-                waiting.set_exception(FtcommError(f"the {self.role} has ended: {''.join(self._last)}"))
+                waiting.set_exception(FtcommError(f"the {self.role} has ended: {self.last}"))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reading.done()
+
+    @property
+    def last(self) -> str:
+        """The last that it has said and logged."""
+        return "".join(self._last) + self._log.read_bytes()[-LOGGED:].decode(errors="replace")
 
     async def call(self, name: str, **fields: Any) -> dict[str, Any]:
+        if self.has_ended:
+            raise FtcommError(f"the {self.role} has ended: {self.last}")
         assert self.process.stdin is not None
         self._count += 1
         answer = self._answers[self._count] = asyncio.get_running_loop().create_future()
         self.process.stdin.write(msgspec.json.encode({"call": name, "number": self._count, **fields}) + b"\n")
         return await asyncio.wait_for(answer, timeout_of(self.setup))
 
-    async def first(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Returns the first of what it has told for which `is_it` holds."""
+    async def first(
+        self, is_it: Callable[[dict[str, Any]], bool], check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """Returns the first of what it has told for which `is_it` holds. While it waits, `check` may raise."""
         deadline = time.monotonic() + timeout_of(self.setup)
         while True:
             found = next((event for event in self.told if is_it(event)), None)
             if found is not None:
                 return found
-            if time.monotonic() > deadline or self._reading.done():
-                raise FtcommError(f"the {self.role} did not say what was expected: {''.join(self._last)}")
+            if time.monotonic() > deadline or self.has_ended:
+                raise FtcommError(f"the {self.role} did not say what was expected: {self.last}")
+            check()
             await asyncio.sleep(LOOK / 2)
 
     async def kill(self) -> float:
@@ -229,7 +254,7 @@ class Emulation:
     """The job, as the command drives it."""
 
     def __init__(self, request: ControlRequest, report: BenchReport, folder: Path) -> None:
-        self.request, self._report = request, report
+        self.request, self._report, self._folder = request, report, folder
         self.etcd = control_etcd.OwnEtcd(folder) if "failover" in request.faults else None
         self._store = str(folder / "views") if self.etcd is None else self.etcd.url
         self._setup = Setup(
@@ -245,16 +270,38 @@ class Emulation:
             flapping=request.flapping,
             at_once=max(1, min(AT_ONCE, MAX_HANDSHAKES // request.processes // 2)),
         )
-        self.coordinator = ControlPart("coordinator", self._setup)
+        self._started = 0  # processes
+        self.coordinator = self._part("coordinator")
         self.leaders: dict[int, ControlPart] = {}
         self.light: list[ControlPart] = []
         self._gone: set[int] = set()
+        self._faulty: set[int] = set()  # replicas that a fault hits
+        self._since = 0.0  # when it has begun
         self._steps = 3 + len(request.rounds)  # of the progress bar
         self._done = 0
 
     @property
     def _parts(self) -> list[ControlPart]:
         return [self.coordinator, *self.leaders.values(), *self.light]
+
+    def _part(self, role: str, **fields: Any) -> ControlPart:
+        """Returns a process of the emulation, which is not started yet."""
+        self._started += 1
+        setup = msgspec.structs.replace(self._setup, **fields)
+        return ControlPart(role, setup, self._folder / f"{role}-{self._started}.log")
+
+    def _check(self) -> None:
+        """Raise `FtcommError` if more has been lost than a fault has hit."""
+        for part in self._parts:
+            if part.has_ended and not (part.role == "leader" and part.setup.replica in self._faulty):
+                raise FtcommError(f"the {part.role} has ended: {part.last}")
+        for event in self.coordinator.told:
+            lost = sorted(set(event.get("lost", ())) - self._faulty)
+            if lost and event["at"] > self._since:
+                said = [text for each in self.coordinator.told if (text := each.get("said"))]
+                raise FtcommError(
+                    f"view {event['view']} is without replica {lost[0]}, which no fault has hit: {said[-3:]}"
+                )
 
     def _progress(self, text: str) -> None:
         self._report.progress(text, self._done / self._steps)
@@ -268,7 +315,7 @@ class Emulation:
         for process in range(request.processes):
             shards = 1 + (request.ranks - 1) * process // request.processes
             end = 1 + (request.ranks - 1) * (process + 1) // request.processes
-            self.light.append(ControlPart("ranks", msgspec.structs.replace(self._setup, columns=(shards, end))))
+            self.light.append(self._part("ranks", columns=(shards, end)))
         await asyncio.gather(*(part.start() for part in self.light))
         before = await self._usage()
         begun = time.monotonic()
@@ -279,7 +326,7 @@ class Emulation:
 
     async def _begin(self, replica: int) -> None:
         """Start a life of a replica."""
-        leader = self.leaders[replica] = ControlPart("leader", msgspec.structs.replace(self._setup, replica=replica))
+        leader = self.leaders[replica] = self._part("leader", replica=replica)
         port = await leader.start()
         self._gone.discard(replica)
         await asyncio.gather(*(part.call("start", replica=replica, leader=port) for part in self.light))
@@ -357,14 +404,15 @@ class Emulation:
                 break
             if time.monotonic() > deadline:
                 raise FtcommError(f"{what}: {there} of {expected} light ranks are in epoch {epoch}")
+            self._check()
             await asyncio.sleep(LOOK)
         said = await asyncio.gather(*(part.call("times", epoch=epoch) for part in self.light))
         times = [at for one in said for at in one["times"]]
         for replica in replicas:
-            event = await self.leaders[replica].first(lambda event: event.get("entered") == epoch)
+            event = await self.leaders[replica].first(lambda event: event.get("entered") == epoch, self._check)
             times.append(event["at"])
         seconds = [at - since for at in times]
-        decided = await self.coordinator.first(lambda event: event.get("view") == epoch)
+        decided = await self.coordinator.first(lambda event: event.get("view") == epoch, self._check)
         self._report.add(
             ControlLoss(
                 what,
@@ -379,13 +427,16 @@ class Emulation:
     async def _decides(self, what: str, replica: int, since: float) -> int:
         """Returns the epoch of the first view after `since` that has the replica among its `lost`, or `contributing`
         (`what`)."""
-        event = await self.coordinator.first(lambda event: replica in event.get(what, ()) and event["at"] > since)
+        event = await self.coordinator.first(
+            lambda event: replica in event.get(what, ()) and event["at"] > since, self._check
+        )
         return int(event["view"])
 
     async def rest(self) -> None:
         self._progress("at rest")
         before, begun = await self._usage(), time.monotonic()
         await asyncio.sleep(self.request.rest)
+        self._check()
         seconds = time.monotonic() - begun
         await self._cost("rest", before, begun)
         counted = (one.to_leader + one.to_rank for one in self._report["messages"] if one.what == "rest")
@@ -405,6 +456,7 @@ class Emulation:
         }
         self._progress(said.get(fault, f"a {fault} is lost"))
         before, begun = await self._usage(), time.monotonic()
+        self._faulty, self._since = {replica}, begun
         survivors = sorted(self.leaders.keys() - self._gone - {replica})
         shard = random.randrange(1, self.request.ranks)
         if fault == "stall":
@@ -417,7 +469,7 @@ class Emulation:
         else:
             if fault == "coordinator":
                 await self.coordinator.kill()
-                self.coordinator = ControlPart("coordinator", self._setup)
+                self.coordinator = self._part("coordinator")
                 await self.coordinator.start()
             killed = await self._kill(replica, self._hit(fault, replica, shard))
             at = begun if fault == "coordinator" else killed
@@ -430,7 +482,7 @@ class Emulation:
 
     async def _fail_over(self, replica: int, shard: int) -> float:
         """Kill the coordinator, and a rank, while another coordinator stands by; returns when that began."""
-        other = ControlPart("coordinator", msgspec.structs.replace(self._setup, coordinator=0, stands_by=True))
+        other = self._part("coordinator", coordinator=0, stands_by=True)
         await other.start("stands_by")
         begun = await self.coordinator.kill()
         self.coordinator = other

@@ -37,7 +37,7 @@ import ipaddress
 import os
 import shlex
 import ssl
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -244,9 +244,9 @@ def client_steps(
     return Keys(_mac(token, b"session", *signed), client=True)
 
 
-def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"", at: str = "") -> Steps:
-    """Returns the peer's `Opening` and the `Keys`. `name` is the nonce in the address of this process, `at` the address
-    at which the connection has come in (`place`)."""
+def server_steps(credentials: Credentials, names: Container[str] = (), binding: bytes = b"", at: str = "") -> Steps:
+    """Returns the peer's `Opening` and the `Keys`. `names` are the nonces in the addresses of who listens here, `at` is
+    the address at which the connection has come in (`place`)."""
     token = credentials.token
     raw = yield None
     if (other := _decode(raw, Spoken).version) != VERSION:
@@ -262,7 +262,7 @@ def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"",
         yield _encode(Accepted(b"", _BAD_TOKEN))
         raise HandshakeError(_BAD_TOKEN, "token")
     here = at != "" and opening.at == at  # otherwise the client has dialled another address
-    if opening.to not in ("", name):
+    if opening.to and opening.to not in names:
         if here and opening.ports == ports():
             mac = _mac(token, b"elsewhere", *signed, _ELSEWHERE.encode())
             yield _encode(Accepted(mac, _ELSEWHERE, elsewhere=True))
@@ -315,7 +315,7 @@ def client(
     return (yield from _framed(client_steps(credentials, purpose, fields, to, session.binding, at), session)), session
 
 
-def server(credentials: Credentials, name: str = "", at: str = "") -> Wired:
+def server(credentials: Credentials, names: Container[str] = (), at: str = "") -> Wired:
     """Returns the peer's `Opening`, the `Keys`, and the TLS of the connection, or None. `at` is the `place` at which it
     has come in."""
     first = yield LENGTH
@@ -329,10 +329,10 @@ def server(credentials: Credentials, name: str = "", at: str = "") -> Wired:
         yield _refusal("only TLS is spoken here")
         raise HandshakeError(f"it does not speak TLS, and this process does; {_BOTH}", "tls")
     if credentials.tls is None:
-        return *(yield from _framed(server_steps(credentials, name, at=at), first=first)), None
+        return *(yield from _framed(server_steps(credentials, names, at=at), first=first)), None
     session = credentials.tls.server()
     yield from _begin(session, "it does not speak TLS", "its", first)
-    return *(yield from _framed(server_steps(credentials, name, session.binding, at), session)), session
+    return *(yield from _framed(server_steps(credentials, names, session.binding, at), session)), session
 
 
 def _begin(session: Session, unspoken: str, whose: str, first: bytes = b"") -> Generator[bytes | int, bytes, None]:

@@ -12,7 +12,7 @@ import functools
 import os
 import selectors
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Container, Coroutine
 from typing import Any
 
 import msgspec
@@ -334,8 +334,8 @@ def _is_literal(family: int, host: str) -> bool:
 class Listener:
     """Accepts connections, does the handshake, and hands the channel (non-blocking) with its `Opening` on.
 
-    `on_peer` owns the channel from then on; if it raises, that is closed. `name` is the nonce in the address of this
-    process, by which others may want it.
+    `on_peer` owns the channel from then on; if it raises, that is closed. `names` are the nonces in the addresses that
+    lead here, by which others may want who listens.
 
     Who has not proved to hold the token may keep `MAX_HANDSHAKE` bytes for `HANDSHAKE_TIMEOUT` seconds, and not more
     than `MAX_HANDSHAKES` may do so at a time, see `ConnectionLimit`; and what one source may cost is bounded, see
@@ -348,11 +348,16 @@ class Listener:
         credentials: handshake.Credentials,
         on_peer: Callable[[Channel, handshake.Opening], Awaitable[None]],
         *,
-        name: str = "",
+        names: Container[str] = (),
     ):
         sock.setblocking(False)
         wire.tune(sock)  # the kernel hands that down
-        self._sock, self._credentials, self._on_peer, self._name = keep_from_children(sock), credentials, on_peer, name
+        self._sock, self._credentials, self._on_peer, self._names = (
+            keep_from_children(sock),
+            credentials,
+            on_peer,
+            names,
+        )
         self._rate_limit = HandshakeRateLimit()
         self._strangers = ConnectionLimit[_Arrival](MAX_HANDSHAKES)
         self._arrivals: set[_Arrival] = set()
@@ -394,7 +399,7 @@ class Listener:
                 "crowded", f"one from {excess.source} of {MAX_HANDSHAKES} connections that had not proved who they are"
             )
         if arrival in self._arrivals:
-            arrival.begin(self._credentials, self._name)
+            arrival.begin(self._credentials, self._names)
 
     def _arrived(self, arrival: _Arrival, done: Any, error: Exception | None) -> None:
         """Serve a connection whose handshake has ended well, and drop any other."""
@@ -442,11 +447,11 @@ class _Arrival:
         self.sock, self.source, self._ended = sock, source, ended
         self._handshake: wire.Handshake | None = None
 
-    def begin(self, credentials: handshake.Credentials, name: str) -> None:
+    def begin(self, credentials: handshake.Credentials, names: Container[str]) -> None:
         try:
             self.sock.setblocking(False)
             wire.inherited(self.sock)
-            steps = handshake.server(credentials, name, handshake.place(self.sock.getsockname))
+            steps = handshake.server(credentials, names, handshake.place(self.sock.getsockname))
             ended = functools.partial(self._ended, self)
             self._handshake = wire.Handshake(self.sock, steps, HANDSHAKE_TIMEOUT, ended, most=handshake.AT_ONCE)
             self._handshake.begin()

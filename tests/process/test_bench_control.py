@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ftcomm.bench import control_plane
+from ftcomm.bench.control_parts import LightRank, Ranks, Setup
 from ftcomm.bench.control_plane import SHORT, ControlRequest
+from ftcomm.control.probe import ProbeConnection
+from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.errors import SettingsError
 from tests.rigs.etcd import binary
 
@@ -64,6 +71,49 @@ def test_another_coordinator_takes_over(tmp_path: Path) -> None:
     losses = json.loads(path.read_bytes())["losses"]
     whats = ["start", "failover", "failover: return", "rank", "rank: return"]
     assert [(loss["what"], loss["survivors"]) for loss in losses] == list(zip(whats, (8, 4, 8, 4, 8), strict=True))
+
+
+def test_a_job_that_is_gone_ends_the_command(tmp_path: Path) -> None:
+    """Rather than being waited for. The fault is another one than those that the command knows of."""
+    command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "bench", "control", "--replicas", "2"]
+    command += ["--ranks", "4", "--hosts", "2", "--processes", "1", "--faults", "rank", "--rest", "5", "--pace", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        told = next(line for line in running.stdout if "start, light ranks" in line)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        leaders = [pid for pid in children if b"leader" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        os.kill(int(leaders[0]), signal.SIGKILL)
+        said = running.communicate(timeout=100)
+    assert told
+    assert len(leaders) == 2
+    assert running.returncode != 0
+    assert "the leader has ended" in said[1], said
+
+
+def test_the_common_port_of_light_ranks_answers_for_those_that_live() -> None:
+    """A leader asks there whether a rank lives whose connection has ended."""
+    setup = Setup(2, 4, 2, "secret", 120.0, None, 0.0, 1.0, columns=(1, 2))
+
+    async def outcomes() -> tuple[ProbeOutcome, ProbeOutcome]:
+        ranks = Ranks(setup)
+        live, dead = (LightRank(ranks, replica, 1, leader=1) for replica in range(2))
+        dead.end()
+        probes = [ProbeConnection(rank.address, ranks.credentials, "asked", {}) for rank in (live, dead)]
+        return tuple([await probe.outcome(60.0) for probe in probes])  # type: ignore[return-value]
+
+    assert asyncio.run(outcomes()) == (ProbeOutcome.ANSWERED, ProbeOutcome.ENDED)
+
+
+def test_more_ranks_than_the_kernel_takes_keepalives_of_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_plane, "UNREAD", tmp_path / "netdev_max_backlog")
+    control_plane.UNREAD.write_text("1000\n")
+    many = ControlRequest(replicas=12, ranks=8192, hosts=1024, processes=400)
+    with pytest.raises(SettingsError, match=r"As root: sysctl -w net\.core\.netdev_max_backlog=98304"):
+        many.check()
+    control_plane.UNREAD.write_text("98304\n")
+    many.check()
 
 
 def test_without_etcd_that_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:

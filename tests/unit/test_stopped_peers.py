@@ -159,7 +159,7 @@ def test_a_link_on_its_way_to_who_calls_it_is_not_broken_off() -> None:
             link.redirect(sock.getsockname()[:2])
             await asyncio.sleep(0)
         came.setblocking(False)
-        await wire.handshake(came, handshake.server(CREDENTIALS, ""), DEADLINE)
+        await wire.handshake(came, handshake.server(CREDENTIALS), DEADLINE)
         await opened.wait()
         link.close()
         came.close()
