@@ -30,7 +30,7 @@ from tests.rigs.etcd import EtcdServer, etcd_server
 from .job import DEADLINE, JOB, TOKEN, Job
 from .rank_points import watch_points
 from .test_faults import _members, _until, go_on
-from .test_growth import ALL, Excused, begin, hold_at_every_step, lose, wait_without
+from .test_growth import ALL, Excused, begin, hold_at_every_step, lose, wait_back, wait_without
 from .test_kills import ENDLESS, SEED, check
 from .test_leader_process import VICTIM, hold, leader_of, led
 from .training import train
@@ -340,17 +340,9 @@ def test_everything_at_random(tmp_path: Path, etcd: EtcdServer) -> None:
             etcd.start()
         if away:
             running.start_elsewhere()
-
-        def all_are_back() -> bool:
-            """Who ran in a view that was given up while the coordinator was away is removed, and started again."""
-            for replica in (1, 2):
-                if not running.processes[replica, 0].is_alive():
-                    running.start(replica)
-            views = [event for event in running.events if event["kind"] == "view"]
-            return [x["replica"] for x in views[-1]["members"] if x["contributing"]] == [0, 1, 2]
-
-        for _ in _until(all_are_back, f"seed {SEED}: not all came back", 2 * RETURN_TIMEOUT):
-            pass
+        for replica in dead:
+            running.start(replica)
+        wait_back(running, ALL, (1, 2), seconds=2 * RETURN_TIMEOUT)
         go_on(running, ALL)
         end(running, lambda replica, _, text: replica != 0 and text.startswith("RemovedError"))
 

@@ -216,7 +216,10 @@ def test_a_job_that_ends_by_itself(tmp_path: Path) -> None:
         running.do(running.server.wait_done())
 
 
-def _until(condition: object, text: str, seconds: float = DEADLINE if SLOWER == 1 else 1.5 * DEADLINE) -> object:
+PATIENCE = DEADLINE if SLOWER == 1 else 1.5 * DEADLINE  # s
+
+
+def _until(condition: object, text: str, seconds: float = PATIENCE) -> object:
     """Look again and again, for what no event tells."""
     end = time.monotonic() + seconds
     for _ in itertools.count():

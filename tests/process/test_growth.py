@@ -10,7 +10,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ftcomm.control.timeouts import Timeouts
 
 from .job import DEADLINE, SILENCE, Job, Notes, fewer
 from .rank_points import CATCHING_UP, CHANGING, JOINING, Points, watch_points
-from .test_faults import _members, _until, go_on, steps_of
+from .test_faults import PATIENCE, _members, _until, go_on, steps_of
 from .test_kills import ENDLESS, SEED, check
 from .training import train
 
@@ -119,19 +119,26 @@ def wait_without(running: Job, replica: int, seen: int) -> None:
     )
 
 
-def wait_back(running: Job, replicas: set[int], joiner: int, since: int) -> None:
-    """Wait until `replicas` contribute. If a member is lost while ranks of the joiner run in its first view already,
-    and no replica is known to run there as a whole, that view is given up. The joiner then ends, and is started again
-    as a launcher would: it has no place in the next view, since the others may be steps ahead of its script."""
+def wait_back(
+    running: Job, replicas: set[int], joiners: Iterable[int], since: int = 0, seconds: float = PATIENCE
+) -> set[int]:
+    """Wait until `replicas` contribute; returns which of `joiners` had to be started again. If a member is lost, or the
+    coordinator is away, while ranks of a joiner run in its first view already, and no replica is known to run there as
+    a whole, that view is given up. The joiner then ends, and is started again as a launcher would: it has no place in
+    the next view, since the others may be steps ahead of its script."""
+    anew = set[int]()
 
     def back() -> bool:
-        if not any(running.processes[joiner, rank].is_alive() for rank in range(running.ranks)):
-            assert running.join(joiner) == [1] * running.ranks, running.errors()
-            running.start(joiner)
+        for joiner in joiners:
+            if not any(running.processes[joiner, rank].is_alive() for rank in range(running.ranks)):
+                assert running.join(joiner) == [1] * running.ranks, running.errors()
+                running.start(joiner)
+                anew.add(joiner)
         return running.contribute(replicas, since)
 
-    for _ in _until(back, f"seed {SEED}: not all of {replicas} contribute"):
+    for _ in _until(back, f"seed {SEED}: not all of {replicas} contribute", seconds):
         pass
+    return anew
 
 
 def ran_too_early(joiner: int) -> Excused:
@@ -251,7 +258,7 @@ def test_a_member_that_dies_at_every_point_of_a_change(tmp_path: Path) -> None:
             wait_dead(running, 1)
             wait_without(running, 1, seen)
             running.start(1)
-            wait_back(running, ALL, JOINER, seen)
+            wait_back(running, ALL, (JOINER,), seen)
             lose(running, JOINER)
         running.start(JOINER)
         finish(running, ALL, ran_too_early(JOINER))
@@ -280,7 +287,7 @@ def test_a_loss_at_every_point_of_a_change(tmp_path: Path, leaves: bool) -> None
                 wait_without(running, 3, seen)
                 running.start(3)
             running.start(1)
-            wait_back(running, {0, 1, 2, 3}, 3, seen)
+            wait_back(running, {0, 1, 2, 3}, (3,), seen)
             if not leaves:
                 lose(running, 3)
         if not leaves:
@@ -342,17 +349,9 @@ def test_everything_at_random(tmp_path: Path) -> None:
             _pause(rng.uniform(0.0, 0.15))
         if away:
             running.start_coordinator()
-
-        def all_are_back() -> bool:
-            """Who ran in a view that was given up while the coordinator was away is removed, and started again."""
-            for replica in (1, 2, 3):
-                if not running.processes[replica, 0].is_alive():
-                    running.start(replica)
-            last = [event for event in running.events if event["kind"] == "view"][-1]
-            return [x["replica"] for x in last["members"] if x["contributing"]] == [0, 1, 2, 3]
-
-        for _ in _until(all_are_back, f"seed {SEED}: not all came back", 60.0):
-            pass
+        for replica in dead:
+            running.start(replica)
+        wait_back(running, {0, 1, 2, 3}, (1, 2, 3))
         finish(running, {0, 1, 2, 3}, lambda _, __, text: text.startswith("RemovedError"))
 
 

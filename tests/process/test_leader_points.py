@@ -138,7 +138,7 @@ def test_a_leader_that_is_killed_at_a_point_of_a_change(tmp_path: Path, faults: 
             running.start(1)
             if fault == ANOTHER:
                 running.start(JOINER)
-            wait_back(running, ALL, JOINER, seen)
+            wait_back(running, ALL, (JOINER,), seen)
             lose_joiner(running)
         running.start(JOINER)
         finish(running, ALL, of_or_too_early(1))
@@ -234,7 +234,7 @@ def test_a_leader_that_is_stopped_for_good_at_a_point_of_a_change_is_a_stall(tmp
             os.kill(leader, signal.SIGKILL)
             for replica in (1, 3) if dies else (1,):
                 running.start(replica)
-            wait_back(running, {0, 1, 2, 3}, JOINER, seen)
+            wait_back(running, {0, 1, 2, 3}, (JOINER,), seen)
             lose_joiner(running)
         running.start(JOINER)
         finish(running, {0, 1, 2, 3}, of_or_too_early(1))
