@@ -23,15 +23,12 @@ from ftcomm.collective.resume import REDUCE, Task, resume_tasks
 from ftcomm.control.messages import Final, OpProgress, Progress
 from ftcomm.engines.gpu_kernel.collective import CollectiveOperation
 from ftcomm.engines.gpu_kernel.launch import collective_variant
-from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.allreduce import allreduce, collective
 from ftcomm.kernels.dtypes import OPS
 from ftcomm.kernels.epochs import COUNTER, COUNTS
+from tests.rigs import rewritten_kernels  # noqa: F401  once for all ranks
 from tests.rigs.orphan_watch import end_with_pytest
-
-if INTERPRETED:
-    import ftcomm.engines.gpu_kernel.interpreted  # noqa: F401  it makes the interpreter three times as fast
 
 LANES, CHUNK, ONE_SHOT = 4, 1024, 4096
 THREADS = 128
