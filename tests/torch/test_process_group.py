@@ -22,7 +22,7 @@ from . import pg_bodies as bodies
 from .test_steps import ENDLESS, end_together, stepped
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("replicas", "ranks"), [pytest.param(3, 1, marks=pytest.mark.protocol), (2, 2)])
 def test_every_call_on_every_kind_of_group(tmp_path: Path, replicas: int, ranks: int) -> None:
     world = replicas * ranks
     with Job(tmp_path, replicas=replicas, ranks=ranks, body=bodies.everything, world=world, ranks_each=ranks) as job:
@@ -39,7 +39,7 @@ def test_every_call_on_every_kind_of_group(tmp_path: Path, replicas: int, ranks:
     assert all("does not exist any more: it was destroyed" in text for text in gone)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.protocol)])
 def test_groups_of_the_same_ranks_are_independent(tmp_path: Path, ranks: int) -> None:
     """In order, in messages and in errors; from several threads too."""
     with Job(tmp_path, replicas=2, ranks=ranks, body=bodies.same_ranks, ranks_each=ranks) as job:
@@ -135,7 +135,7 @@ def test_without_its_root_a_broadcast_fails_alike_and_ranks_change_at_the_bounda
     assert sums == {(0, 3.0), (1, 2.0), (2, 2.0), (3, 2.0)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.protocol)])
 def test_groups_of_some_replicas_live_on(tmp_path: Path, ranks: int) -> None:
     """Of two of three replicas, in a row with all their ranks, or in a column with one of each; split off, or new."""
     with Job(tmp_path, replicas=3, ranks=ranks, body=bodies.some_replicas, split=ranks == 2, steps=4) as job:
@@ -158,7 +158,7 @@ def test_groups_of_some_replicas_live_on(tmp_path: Path, ranks: int) -> None:
     assert {name for replica, _, note in did for name in note["said"] if replica == 0} == {"world", "row", "column"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.protocol)])
 def test_groups_across_replicas_know_the_ranks_of_the_world_that_they_have_now(tmp_path: Path, ranks: int) -> None:
     """After the replica before them is lost, and after it is back."""
     with Job(tmp_path, replicas=3, ranks=ranks, body=bodies.ranks_across_replicas, steps=ENDLESS) as job:

@@ -198,7 +198,7 @@ print("all three")
 """
 
 
-@pytest.mark.parametrize("token", ["", "of the user"])
+@pytest.mark.parametrize("token", ["", pytest.param("of the user", marks=pytest.mark.protocol)])
 def test_one_torchrun_meets_three_times(tmp_path: Path, token: str) -> None:
     (tmp_path / "script.py").write_text(THRICE)
     env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
