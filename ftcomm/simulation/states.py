@@ -43,15 +43,15 @@ def freeze(value: Any) -> Hashable:
 
 def _freeze(value: Any, met: dict[int, _Again]) -> Hashable:
     kind = type(value)
-    if kind in _ATOMS or isinstance(value, _IMMUTABLE):
-        same: Hashable = value  # immutable all the way down; if not, its hash fails
-        return same
     if kind is list or kind is deque:
-        return _Frozen((kind, tuple(_freeze(one, met) for one in value)))
+        return _Frozen((kind, tuple([one if type(one) in _ATOMS else _freeze(one, met) for one in value])))
     if kind is set:
         return _Frozen((set, frozenset(value)))
     if kind is dict:
-        return _Frozen((dict, tuple((key, _freeze(value[key], met)) for key in sorted(value))))
+        return _Frozen((dict, tuple([(key, _freeze(value[key], met)) for key in sorted(value)])))
+    if kind in _ATOMS or isinstance(value, _IMMUTABLE):
+        same: Hashable = value  # immutable all the way down; if not, its hash fails
+        return same
     if kind is np.ndarray:
         return _Frozen((np.ndarray, (value.dtype.str, value.tobytes())))
     if isinstance(value, BaseException):
@@ -76,11 +76,11 @@ def _thaw(frozen: Any, made: list[object]) -> Any:
         return frozen
     kind, content = frozen
     if kind is list or kind is deque:
-        return kind(_thaw(one, made) for one in content)
+        return kind([one if type(one) in _ATOMS else _thaw(one, made) for one in content])
     if kind is set:
         return set(content)
     if kind is dict:
-        return {key: _thaw(value, made) for key, value in content}
+        return {key: value if type(value) in _ATOMS else _thaw(value, made) for key, value in content}
     if kind is np.ndarray:
         return np.frombuffer(content[1], content[0]).copy()
     if kind is BaseException:
@@ -93,17 +93,20 @@ def _thaw(frozen: Any, made: list[object]) -> Any:
 
 _PLAIN = _ATOMS | {np.ndarray}
 _CONTAINERS = frozenset((frozenset, list, deque, set))
+_VALUES = (BaseException, enum.Enum, msgspec.Struct)
 _ABSENT = object()
 
 
 def is_plain(value: Any) -> bool:
     """Whether it is data all the way down, and no object that others know."""
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, BaseException | enum.Enum | msgspec.Struct):
+    if kind in _PLAIN:
         return True
-    if isinstance(value, tuple) or kind in _CONTAINERS:
+    if kind is dict:
+        return all(map(is_plain, value.values()))
+    if kind in _CONTAINERS or isinstance(value, tuple):
         return all(map(is_plain, value))
-    return kind is dict and all(map(is_plain, value.values()))
+    return isinstance(value, _VALUES)
 
 
 class References:
@@ -119,8 +122,11 @@ class References:
         for name, value in vars(of).items():
             if name in without or known.get(name, _ABSENT) is value:
                 continue
-            if type(value) in _ATOMS or is_plain(value):
+            if type(value) in _ATOMS:
                 if getattr(kind, name, _ABSENT) is not value:  # else it is as its class says
+                    plain.append((name, value))
+            elif is_plain(value):
+                if getattr(kind, name, _ABSENT) is not value:
                     plain.append((name, freeze(value)))
             elif known.setdefault(name, value) is not value:
                 raise TypeError(f"{kind.__name__}.{name} refers to something else than before, and is no plain data")
