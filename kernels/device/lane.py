@@ -57,7 +57,7 @@ def await_flags(flags, mask, low, high, ctl, state, epoch, number, deadline, sta
         if behind(flags, mask, low, high) == 0:
             waiting = False
         else:
-            rest()
+            rest(polls)
             polls += 1
             if polls % OFTEN == 0:
                 if load(ctl + OPEN, THREADS) != epoch:

@@ -92,10 +92,10 @@ if INTERPRETED:
         """Nanoseconds."""
         return tl.full((), time.monotonic_ns(), tl.int64)
 
-    def rest() -> None:
+    def rest(polls: Any = 0) -> None:
         """Yield between two polls: the one we wait for may need this core, and its interpreter lock. As long as they
-        take."""
-        time.sleep(0.001)
+        take, and longer with each, up to 10 ms: who waits for a stall leaves the core to others."""
+        time.sleep(min(0.01, 0.001 + 0.0001 * int(polls)))
 
     @triton.jit
     def fence():
@@ -124,7 +124,7 @@ else:
         return tl.extra.cuda.globaltimer()
 
     @triton.jit
-    def rest():
+    def rest(polls=0):
         """A GPU has other warps to run."""
 
     @triton.jit

@@ -100,7 +100,7 @@ class WeakMemory:
         self._all()
         self._look()
 
-    def rest(self) -> None:
+    def rest(self, polls: object = 0) -> None:
         signal.rest()
         for _ in range(4):
             self._some()
