@@ -170,7 +170,7 @@ class Coordinator:
             link.epoch = message.epoch
             return self._changes.installed(replica, message.epoch)
         elif isinstance(message, m.CaughtUp):
-            repeated = replica in known.job.caught_up  # it repeats this at every boundary until it contributes
+            repeated = replica in known.job.caught_up  # as when all its ranks have connected again
             known.job.caught_up.add(replica)
             told = Log("caught_up", {"replica": replica, "step": message.step})
             return [] if repeated else [told, *self._changes.propose()]

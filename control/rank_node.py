@@ -314,10 +314,12 @@ class RankNode:
         return self._do_member(self.machine.boundary(step, loop))
 
     def tell(self, message: m.Message) -> list[RankAction]:
-        """Tell the leader a Report, Ready, CaughtUp, Leave or Finished."""
+        """Tell the leader a Report, Ready, CaughtUp, Leave or Finished. CaughtUp counts once in a life."""
         return self._do_member([mem.ToLeader(message)])
 
     def _say(self, message: m.Message) -> list[RankAction]:
+        if isinstance(message, m.CaughtUp) and "CaughtUp" in self._lasting:
+            return []  # said, and with each new connection again
         if not self._outbox.says(message, self._up):
             return []
         if isinstance(message, m.Ready | m.CaughtUp | m.Leave | m.Finished):

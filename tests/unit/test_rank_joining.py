@@ -5,7 +5,7 @@ from __future__ import annotations
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control.leader import ToRank
-from tests.rigs.rank_node import Process, address, said, view
+from tests.rigs.rank_node import Process, address, change, running, said, view
 
 
 def registered(ranks: int, rank: int = 0) -> Process:
@@ -32,6 +32,38 @@ def test_a_replica_is_ready_when_the_scripts_of_all_its_ranks_are_and_says_so_to
     assert [join.ready for join in said(node.up_opened(), m.Join)] == [False]  # type: ignore[attr-defined]
     assert said(node.from_rank(1, m.Ready(), 0.0), m.Ready) == [m.Ready()]
     assert [join.ready for join in said(node.up_opened(), m.Join)] == [True]  # type: ignore[attr-defined]
+
+
+def test_a_rank_says_once_in_its_life_that_it_has_caught_up_and_again_with_each_new_connection() -> None:
+    """Its script comes to that at each boundary until the replica contributes, in whatever view."""
+    node = running(ranks=2, rank=1)
+    assert said(node.tell(m.CaughtUp(5)), m.CaughtUp) == [m.CaughtUp(5)]
+    assert node.tell(m.CaughtUp(6)) == []
+    assert not said(change(node, view(2, (0, 1), 2, step=None)), m.CaughtUp)
+    assert node.tell(m.CaughtUp(7)) == []
+    for _ in range(2):
+        node.up_lost("reset by peer")
+        assert node.tell(m.CaughtUp(8)) == []
+        assert said(node.up_opened(), m.CaughtUp) == [m.CaughtUp(5)]
+    assert node.tell(m.CaughtUp(9)) == []
+
+
+def test_what_a_rank_says_without_a_connection_it_says_with_the_next_one() -> None:
+    node = running(ranks=2, rank=1)
+    node.up_lost("reset by peer")
+    node.tell(m.CaughtUp(5))  # which no connection takes
+    assert said(node.up_opened(), m.CaughtUp) == [m.CaughtUp(5)]
+
+
+def test_a_leader_tells_each_coordinator_that_its_replica_has_caught_up() -> None:
+    """One may have died of which nobody knows whether it has heard so. Its ranks say it no more."""
+    node = running(ranks=2)
+    assert not said(node.tell(m.CaughtUp(5)), m.CaughtUp)
+    assert said(node.from_rank(1, m.CaughtUp(5), 0.0), m.CaughtUp) == [m.CaughtUp(5)]
+    for _ in range(2):
+        node.up_lost("reset by peer")
+        assert [join.caught_up for join in said(node.up_opened(), m.Join)] == [True]  # type: ignore[attr-defined]
+    assert not said(node.tell(m.CaughtUp(6)), m.CaughtUp)
 
 
 def test_who_prepares_is_told_once_who_is_there() -> None:
