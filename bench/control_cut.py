@@ -28,11 +28,11 @@ class Cable:
         self._cut: list[socket.socket] = []
         self.is_pulled = False
 
-    def send(self, message: m.Message) -> None:
+    def send(self, *messages: m.Message) -> None:
         if self.is_pulled:
-            self._waiting.append(message)
+            self._waiting += messages
         else:
-            self._link.send(message)
+            self._link.send(*messages)
 
     def pull(self) -> None:
         self.is_pulled = True

@@ -296,11 +296,16 @@ class LightRank:
         self.do(self.node.from_up(message))
 
     def do(self, actions: list[n.RankAction]) -> None:
+        said: list[m.Message] = []  # to the leader
         for action in actions if self.alive else ():
+            if isinstance(action, n.Up):
+                self.ranks.count(self.replica, action.message, TO_LEADER)
+                said.append(action.message)
+                continue
+            if said:
+                self.cable.send(*said)
+                said = []
             match action:
-                case n.Up(message):
-                    self.ranks.count(self.replica, message, TO_LEADER)
-                    self.cable.send(message)
                 case n.ToPeer(replica, message):
                     peer = self.column.get(replica)
                     if peer is not None and self.reaches(peer):
@@ -321,6 +326,8 @@ class LightRank:
                     self.ranks.freed.add(self)
                 case act.Failed():
                     self.end()
+        if said:
+            self.cable.send(*said)
 
     def reaches(self, peer: LightRank) -> bool:
         """Whether no cable between the two is pulled."""
@@ -347,10 +354,8 @@ class LightRank:
             self.step, self.standing = view.step or 0, False
         self.ranks.freed.add(self)
         self.ranks.entered.setdefault(view.epoch, []).append(time.monotonic())
-        self.do(self.node.entered(view))
-        if not joins:  # as `ftcomm.control.view_entry` has it
-            times = {"told_ms": 0.0, "resume_ms": 0.0}
-            self.do(self.node.tell(m.Report(RESUMED, {"rank": self.shard, "epoch": view.epoch, **times})))
+        fields = {"shard": self.shard, "epoch": view.epoch, "told_ms": 0.0, "resume_ms": 0.0}
+        self.do(self.node.entered(view, None if joins else m.Report(RESUMED, fields)))  # as `view_entry` has it
 
     def waits(self) -> tuple[int, tuple[int, ...]]:
         """The op that stands still, and for whom: for a rank of its column whose script stands still."""
@@ -381,9 +386,9 @@ class LightRank:
         while self.alive and not self.standing and not self.stalled and self.step <= step and not self.waits()[1]:
             view = self.node.view
             self.standing = True
-            if view is not None and self.replica not in view.contributing:
-                self.do(self.node.tell(m.CaughtUp(self.step)))
-            self.do(self.node.boundary(self.step))
+            behind = view is not None and self.replica not in view.contributing
+            caught_up = self.node.tell(m.CaughtUp(self.step)) if behind else []
+            self.do([*caught_up, *self.node.boundary(self.step)])
 
     def end(self) -> None:
         """End the rank, as if its process had ended: its connection closes, and those who watch it know."""

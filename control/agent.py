@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from ftcomm.control import actions as act
@@ -488,11 +489,15 @@ class Agent:
     # -- what the node wants -------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[InProcessAction]) -> None:
+        for is_up, some in itertools.groupby(actions, lambda action: isinstance(action, n.Up)):
+            if not is_up:
+                self._carry_out_here(some)
+            elif self._up.link is not None:
+                self._up.link.send(*(action.message for action in some if isinstance(action, n.Up)))
+
+    def _carry_out_here(self, actions: Iterable[InProcessAction]) -> None:
         for action in actions:
-            if isinstance(action, n.Up):
-                if self._up.link is not None:
-                    self._up.link.send(action.message)
-            elif isinstance(action, ToCoordinator | ToRank):
+            if isinstance(action, ToCoordinator | ToRank):
                 assert self._leading is not None
                 self._leading.carry_out(action)
             elif isinstance(action, n.ToPeer):
@@ -526,6 +531,7 @@ class Agent:
             elif isinstance(action, n.Acked):
                 self._acked.set()
             else:
+                assert isinstance(action, act.Failed)
                 self._end(action.reason, action.ending)
 
     def _wait_on(self, unheard: float, away: float) -> None:

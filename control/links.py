@@ -165,9 +165,9 @@ class Link:
         self._begun = asyncio.get_running_loop().time()  # when the newest attempt began
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def send(self, message: m.Message) -> None:
+    def send(self, *messages: m.Message) -> None:
         if self._writer is not None:
-            self._writer.write(m.encode(message))
+            self._writer.write(*map(m.encode, messages))
 
     async def flushed(self) -> None:
         """Wait until the kernel has all that was sent, or the connection has ended."""
@@ -364,11 +364,17 @@ class Listener:
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[Any, Any, None], channel: Channel | None = None) -> None:
+        """Start a task, which owns `channel`, if there is one."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if channel is not None and task.cancelled():  # before its first step, maybe
+                channel.close()
+
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        task.add_done_callback(ended)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -413,8 +419,7 @@ class Listener:
         self._rate_limit.proved(arrival.source)
         opening, keys, tunnel = done
         channel = Channel(arrival.sock, keys, tunnel)
-        serving = self._start(self._serve(channel, opening))
-        serving.add_done_callback(lambda task: channel.close() if task.cancelled() else None)  # before its first step
+        self._start(self._serve(channel, opening), channel)
 
     async def _serve(self, channel: Channel, opening: handshake.Opening) -> None:
         try:

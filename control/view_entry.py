@@ -84,12 +84,10 @@ class ViewEntry:
         counts = self._data_plane.enter(view, progress)
         times = {"told_ms": 1e3 * (told - self._since), "resume_ms": 1e3 * (time.monotonic() - self._since)}
         joins = self._joins()
-        self._control.do(self._node.entered, view)
+        report = m.Report(RESUMED, {"shard": self._node.shard, "epoch": view.epoch, **times, **counts})
+        self._control.do(self._node.entered, view, None if joins else report)
         if joins:
             self._on_joined(view)
-        else:
-            report = m.Report(RESUMED, {"shard": self._node.shard, "epoch": view.epoch, **times, **counts})
-            self._control.do(self._node.tell, report)
 
     def _in_thread(
         self, work: Callable[[View, frozenset[int]], Iterable[int]], view: View, severed: frozenset[int]

@@ -373,17 +373,24 @@ class Writer:
         self._channel, self._stream = channel, stream
         self.flushed, self.close = stream.flushed, stream.close
 
-    def write(self, data: bytes) -> None:
-        """Write a message. Does not block: what the other side does not read is kept, up to `MAX_UNSENT`, and then the
-        connection is given up. A message above `MAX_MESSAGE` would cost the connection at the other end, and is not
-        sent."""
-        if len(data) > MAX_MESSAGE:
-            drop("unsent", f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
-        elif self._stream.unsent > MAX_UNSENT:
+    def write(self, *messages: bytes) -> None:
+        """Write messages at once. Does not block: what the other side does not read is kept, up to `MAX_UNSENT`, and
+        then the connection is given up. A message above `MAX_MESSAGE` would cost the connection at the other end, and
+        is not sent."""
+        if self._stream.is_closing:  # it would count records that are never sent
+            return
+        if self._stream.unsent > MAX_UNSENT:
             drop("unsent", f"gave up a connection whose other side has left more than {MAX_UNSENT} bytes unread")
             self._stream.abort()
-        elif not self._stream.is_closing:  # a closing one would count a record that is never sent
-            self._stream.write(self._channel.record(data))
+            return
+        records: list[bytes] = []
+        for data in messages:
+            if len(data) > MAX_MESSAGE:
+                drop("unsent", f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
+            else:
+                records.append(self._channel.record(data))
+        if records:
+            self._stream.write(b"".join(records))
 
     def unanswered(self) -> float | None:
         """The seconds for which the kernel at the other end has not answered, as in `ftcomm.control.liveness`."""

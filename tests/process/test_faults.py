@@ -233,10 +233,10 @@ def late_to_hear(settings: Any, arguments: dict[str, Any]) -> None:
     """The control plane is told half a second late that ops run in a new view, as on a busy machine."""
     entered = RankNode.entered
 
-    def late(self: RankNode, view: View) -> list[Any]:
+    def late(self: RankNode, view: View, *args: Any) -> list[Any]:
         if self.view is not None:
             time.sleep(0.5)
-        return entered(self, view)
+        return entered(self, view, *args)
 
     RankNode.entered = late  # type: ignore[method-assign]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+from ftcomm.control import actions as act
 from ftcomm.control import messages as m
+from ftcomm.control import rank_node as n
 from ftcomm.control.replica_reports import PER_BEAT, RESUMED, Installs, Losses, Resumptions
-from tests.rigs.rank_node import view
+from tests.rigs.rank_node import running, view
 
 
 def lost(shard: int, replica: int = 1, proof: bool = True) -> m.Suspect:
@@ -76,3 +78,17 @@ def test_the_slowest_rank_speaks_for_all() -> None:
     assert said.by_all(resumed(2, 2, 9.0)) is None
     assert said.by_all(resumed(1, 2, 5.0)) == resumed(2, 2, 9.0)
     assert Resumptions(1).by_all(resumed(0, 2, 4.0)) == resumed(0, 2, 4.0)
+
+
+def test_a_rank_says_that_it_goes_on_and_how_long_that_took_with_one_call() -> None:
+    """Whatever else comes of it, as where its script waits at a boundary."""
+    node = running(rank=1, ranks=2)
+    later = view(2, (0, 1), ranks=2, step=None)
+    node.from_up(m.NewView(later))
+    node.boundary(3)
+    node.quiesced(2, m.Progress(0, ()))
+    (enter,) = node.from_peer(m.MemberProgress(1, "life-1", 2, m.Progress(0, ())), 0.0)
+    report = m.Report(RESUMED, {"shard": 1, "epoch": 2})
+    installed, reported, *others = node.entered(enter.view, report)
+    assert (installed, reported) == (n.Up(m.Installed(2)), n.Up(report))
+    assert [type(action) for action in others][:1] == [act.Passed]

@@ -141,6 +141,30 @@ def test_who_hangs_up_and_reads_nothing_is_noticed() -> None:
     assert asyncio.run(run()) == "its connection closed"
 
 
+def test_messages_that_are_written_at_once_go_out_with_one_call_and_one_that_is_too_long_stays(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]
+) -> None:
+    class Sent:
+        unsent, is_closing, flushed, close = 0, False, None, None
+
+        def __init__(self) -> None:
+            self.writes: list[bytes] = []
+            self.write = self.writes.append
+
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 6)
+    near, far = pair
+    stream = Sent()
+    writer = wire.Writer(far, stream)  # type: ignore[arg-type]
+    writer.write(b"first", b"too long", b"second", b"")
+    writer.write(b"too long")
+    assert len(stream.writes) == 1
+    assert list(near.arrived(stream.writes[0], 6)) == [b"first", b"second", b""]
+    stream.is_closing = True
+    writer.write(b"late")
+    assert len(stream.writes) == 1
+    assert count("unsent") == 2
+
+
 @attacks
 def test_a_loop_of_the_control_plane_ends_its_connection(attack: Attack, count: Callable[[str], int]) -> None:
     heard: list[m.AnyMessage] = []
