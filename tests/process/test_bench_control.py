@@ -57,7 +57,9 @@ def test_hosts_that_flap_are_lost_when_that_lasts_longer_than_the_heartbeat(tmp_
     heartbeat = ControlRequest().heartbeat or 5.0
     for loss in losses:
         if loss["what"] in ("flap", "flap again"):
-            assert SHORT * heartbeat < loss["decided"] <= loss["p50"] <= loss["p99"] <= loss["max"]
+            # The coordinator notes a view when it has sent it, and so few ranks may be in it before it goes on.
+            assert SHORT * heartbeat < min(loss["decided"], loss["p50"])
+            assert loss["p50"] <= loss["p99"] <= loss["max"]
 
 
 def test_another_coordinator_takes_over(tmp_path: Path) -> None:
