@@ -157,6 +157,7 @@ class Pipeline:
         self.posted = self.arrived = self.taken = 0
         self.stepped = 0  # every task before it is known to have no step left: `to_step` begins there
         self.unposted: deque[Operation] = deque()  # ops with tasks to post
+        self.algorithm: Algorithm  # of the first of them, once it has posted a task
         self.slots = [Slot() for _ in range(SLOTS)]
         self.peers = others = tuple(peers[m] for m in view.members if m != view.me)
         self._straight_from, self._delivered = straight_from, delivered
@@ -274,7 +275,7 @@ class Pipeline:
         op = self._next_op()
         if op is not None and self.place is not None and self._unmet > self.announced:
             # Only then all have been sent what I had to say of my call, which comes before what is posted to all.
-            algorithm, _ = self.algorithms.of_task(op, op.tasks[op.next])
+            algorithm, _ = self.algorithms.of_task(self.algorithms.of(op), op.tasks[op.next])
             return op if algorithm is self.algorithms.tree else None
         return op
 
@@ -300,14 +301,16 @@ class Pipeline:
         index = self.posted
         slot = self.slots[index % SLOTS]
         task: Any = op.tasks[op.next]
-        slot.first = op.next == 0
+        slot.first = first = op.next == 0
+        if first:
+            self.algorithm = self.algorithms.of(op)
         slot.span = span = self._span(op)
         op.next += span
         if op.next == len(op.tasks):
             op.end = index + 1
             self.unposted.popleft()
         slot.index, slot.op, slot.number = index, op, 0
-        slot.algorithm, slot.task = self.algorithms.of_task(op, task)
+        slot.algorithm, slot.task = self.algorithms.of_task(self.algorithm, task)
         if self.place is not None and slot.algorithm is self.algorithms.tree:
             self._unmet = index + 1
         self.bind(slot)
@@ -488,17 +491,21 @@ class Pipeline:
         was looked at, may be open for this one a moment later.
         """
         reached: dict[Algorithm, int] = {}  # the next step of the task before
-        self.stepped = max(self.stepped, self.taken)
-        for index in range(self.stepped, self.arrived):
+        stepped = max(self.stepped, self.taken)
+        for index in range(stepped, self.arrived):
             slot = self.slots[index % SLOTS]
             number, steps = slot.number, len(slot.gates) - 1
             if number < steps and slot.op.error is None:
                 algorithm = slot.algorithm
                 if number < reached.get(algorithm, steps) and slot.gates[number].is_open(index + 1):
                     yield slot
-                reached[algorithm] = number = slot.number
-            if index == self.stepped and (number >= steps or slot.op.error is not None):
-                self.stepped = index + 1
+                    number = slot.number
+                reached[algorithm] = number
+                if number < steps:
+                    continue
+            if index == stepped:
+                stepped += 1
+        self.stepped = stepped
 
     def step(self, slot: Slot) -> int:
         """Note that a step is done; returns the word that this member raises then, or 0."""
@@ -566,7 +573,7 @@ class Pipeline:
         slot = self.slots[index % SLOTS]
         op.next = 1
         slot.index, slot.op, slot.span, slot.first, slot.number = index, op, 1, True, 0
-        slot.algorithm, slot.task = self.algorithms.of_task(op, op.tasks[0])
+        slot.algorithm, slot.task = self.algorithms.of_task(self.algorithms.of(op), op.tasks[0])
         self.bind(slot)
         return slot
 

@@ -126,7 +126,7 @@ class SteppedStream(Stream):
 # Of the product's objects: what is saved apart, what tells of time, and what is found again.
 _RECORDED = frozenset(("record",))  # of an op: where it is in the recording, which decides nothing
 _APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch", "_change"))
-_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped"))
+_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped", "algorithm"))
 
 Resumption = Callable[[Inflight[Operation], GroupView], None]  # may spoil what is left to do, in a mutation
 
@@ -302,13 +302,15 @@ class Live:
         if live.checksums is not None:
             load(live.checksums, sums)
         pipeline.unposted = deque(by_number[number] for number in unposted)
+        if pipeline.unposted:
+            pipeline.algorithm = pipeline.algorithms.of(pipeline.unposted[0])
         pipeline.slots, pipeline.stepped = [Slot() for _ in range(SLOTS)], pipeline.taken
         for index, (number, state) in enumerate(slots, start=pipeline.taken):
             slot = pipeline.slots[index % SLOTS]
             slot.op = by_number[number]
             for name, value in state:
                 setattr(slot, name, thaw(value))
-            slot.algorithm, slot.task = pipeline.algorithms.of_task(slot.op, slot.task)
+            slot.algorithm, slot.task = pipeline.algorithms.of_task(pipeline.algorithms.of(slot.op), slot.task)
             pipeline.bind(slot)
 
     def _operation(self, number: int, state: Any) -> Operation:

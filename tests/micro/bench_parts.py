@@ -28,7 +28,7 @@ from ftcomm.kernels.host.reduce import reduce
 from ftcomm.recorder.layout import PROCESS_SHAPE, RETURNED, GroupKind
 from ftcomm.recorder.recorder import Recorder
 from ftcomm.sync.futex import Waiter, wake
-from tests.bytecodes import group_of_two
+from tests.bytecodes import mirrored_group
 
 MEMBERS = 16
 CHUNKS = 128  # of 64 MB
@@ -112,7 +112,7 @@ def formed() -> Coordinator:
 
 def test_allreduce_without_its_waits(benchmark: Any) -> None:
     """Of 1 KB, by a group in a step loop: what the interpreter runs for it."""
-    with group_of_two() as group:
+    with mirrored_group() as group:
         benchmark(group.allreduce, np.zeros(256, np.float32))
 
 

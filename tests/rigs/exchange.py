@@ -77,16 +77,19 @@ def pages(segment: Segment) -> tuple[int, int]:
     return os.fstat(segment.fd).st_blocks * 512 // 4096, reserved
 
 
-def mirrored(replica: int = 0) -> tuple[Exchange, Segment]:
-    """An exchange of two members, the other of which is its own mirror image: no op waits, and sums are doubled."""
+def mirrored(replica: int = 0, count: int = 2) -> tuple[Exchange, Segment]:
+    """An exchange of `count` members, the others of which are its own mirror images: no op waits, and sums are
+    multiplied."""
     segment = Segment(LAYOUT)
     exchange = Exchange(replica, segment, **deadlines(DEADLINE), on_stall=lambda stall: None)
     exchange.freeze(lambda: None)
-    members = (replica, replica + 1)
-    peer = ShmPeer(replica + 1, os.getpid(), segment.fd, segment.nonce, LAYOUT)
+    members = tuple(range(replica, replica + count))
+    peers: dict[int, Peer] = {
+        other: ShmPeer(other, os.getpid(), segment.fd, segment.nonce, LAYOUT) for other in members[1:]
+    }
     told = exchange.progress()
     view = GroupView(1, replica, members, frozenset(members), True)
-    exchange.enter(view, {replica + 1: peer}, dict.fromkeys(members, told))
+    exchange.enter(view, peers, dict.fromkeys(members, told))
     return exchange, segment
 
 

@@ -27,7 +27,7 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import ASLEEP, NEAR, POSTED, TAKEN
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.bytecodes import bytecodes, group_of_two
+from tests.bytecodes import bytecodes, mirrored_group
 from tests.rigs.exchange import DEADLINE, Caller, Rig, mirrored, socket_pair
 from tests.rigs.exchange_calls import check, given
 
@@ -359,7 +359,7 @@ def test_an_op_calls_no_more_functions_than_it_needs() -> None:
 def test_an_op_runs_no_more_bytecodes_than_it_needs(kind: Callable[[Any], Any], most: int) -> None:
     """`python -m tests.bytecodes` says which functions run them. Who needs more says why, or takes some away."""
     array = kind(np.zeros(256, np.float32))
-    with group_of_two() as group:
+    with mirrored_group() as group:
         assert bytecodes(lambda: group.allreduce(array)).total() <= most
 
 

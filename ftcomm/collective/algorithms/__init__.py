@@ -71,7 +71,9 @@ class Algorithms:
         self._view = dataclasses.replace(self._view, tuning=tuning)
 
     def of(self, op: Operation) -> Algorithm:
-        """Returns the algorithm of the chunks of an all-reduce that no member holds FINAL."""
+        """Returns the algorithm of the tasks of an op, but of those that bring a chunk which a member holds FINAL."""
+        if op.schedule is not None:
+            return self.batches
         nbytes, view = op.array.nbytes, self._view
         if op.compression == FP8:
             return self.compressed_two_shot if two_shot(nbytes, view) else self.compressed_one_shot
@@ -83,11 +85,10 @@ class Algorithms:
             return self.route
         return self.two_shot if two_shot(nbytes, view) else self.one_shot
 
-    def of_task(self, op: Operation, task: Any) -> tuple[Algorithm, Task | Batch]:
-        """Returns the algorithm of a task of `op`, and the task in the form that it wants."""
-        if op.schedule is not None:
-            return self.batches, task
+    def of_task(self, algorithm: Algorithm, task: Any) -> tuple[Algorithm, Task | Batch]:
+        """Returns the algorithm of a task of an op that goes by `algorithm`, and the task in the form that it wants."""
+        if algorithm is self.batches:
+            return algorithm, task
         if task.holder != REDUCE:
             return self.copy, task
-        algorithm = self.of(op)
         return algorithm, (Task(task.chunk, self._sole, self.contributors) if algorithm is self.copy else task)
