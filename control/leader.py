@@ -52,7 +52,7 @@ class ToPeerLeader(msgspec.Struct, frozen=True):
 LeaderAction = ToCoordinator | ToRank | ToPeerLeader
 
 _FROM_EACH = (m.Ready, m.CaughtUp, m.Finished)  # what counts when all ranks have said it
-_PASSED_UP = (m.Reachable, m.Stalled, m.Report)
+_PASSED_UP = (m.Reachable, m.Stalled)
 
 NAMED = 64  # ranks that have not come, of those that are named
 MANY = 256  # proposals of one view that a leader remembers; far more than there can be
@@ -96,10 +96,11 @@ class Leader:
         self._beats = timeouts.beats(ranks)
         self._beat = 0  # of these, the one that comes next; with the first, all ranks get a sign of life
         self.detector: Detector[int] = Detector(self._beats * timeouts.unheard)  # the ranks, by shard
-        self._state, self._processes = state, processes
+        self._state = state
         self._timeouts = timeouts
         self.replica = replica
         self.incarnation = incarnation
+        self.welcome = m.Welcome(incarnation, processes)  # the answer to a rank
         self.ranks = ranks
         self.addresses: dict[int, Address] = {}
         self._replicas: dict[int, int] = {}  # by rank: how many the job has, as it was told
@@ -277,10 +278,11 @@ class Leader:
         if isinstance(message, m.AtBoundary):
             return self._at_boundary(shard, message)
         if isinstance(message, m.Installed):
+            reported = self._reported(message.report) if message.report is not None else []
             if not self._installed.by_all(shard, message.epoch):
-                return []
+                return reported
             self.epoch = message.epoch
-            return [ToCoordinator(message)]
+            return [ToCoordinator(m.Installed(message.epoch)), *reported]
         if isinstance(message, m.Leave):
             first, self.leaving = not self.leaving, True
             return [ToCoordinator(message)] if first else []
@@ -305,19 +307,18 @@ class Leader:
             return [ToCoordinator(m.Ready(self._ready_in) if isinstance(message, m.Ready) else message)]
         if isinstance(message, m.Suspect | m.Severed):
             return [ToCoordinator(message)] if self._losses.is_news(message) else []
-        if isinstance(message, m.Report) and message.kind == RESUMED:
-            said = self._resumptions.by_all(message)
-            return [ToCoordinator(said)] if said is not None else []
+        if isinstance(message, m.Report):
+            return self._reported(message)
         if isinstance(message, m.Reachable):
             self._losses.reached(message.replica, shard)
         if isinstance(message, _PASSED_UP):
             return [ToCoordinator(message)]
         return []
 
-    @property
-    def welcome(self) -> m.Welcome:
-        """The answer to a rank."""
-        return m.Welcome(self.incarnation, self._processes)
+    def _reported(self, report: m.Report) -> list[LeaderAction]:
+        """Pass a report on; the slowest rank speaks for all that go on in a view."""
+        told = self._resumptions.by_all(report) if report.kind == RESUMED else report
+        return [ToCoordinator(told)] if told is not None else []
 
     def _hello(self, shard: int, hello: m.Hello) -> list[LeaderAction]:
         """Take in a rank of this life."""

@@ -97,10 +97,10 @@ class LeaderNode:
 
     def told(self, shard: int, message: m.Message) -> list[LeaderNodeAction]:
         """Take a message from a rank, maybe one of this process, which cannot be silent."""
-        if isinstance(message, m.Boundary):
-            return self._do(self.leader.from_leader(message)) if shard == 0 else []
-        if isinstance(message, m.Linked):
-            return self._do(self.leader.again(message.replica)) if shard == 0 else []
+        if shard == 0 and isinstance(message, m.Boundary):
+            return self._do(self.leader.from_leader(message))
+        if shard == 0 and isinstance(message, m.Linked):
+            return self._do(self.leader.again(message.replica))
         if isinstance(message, m.Hello):
             return self._greeted(shard, message)
         return self._do(self.leader.from_rank(shard, message))

@@ -245,12 +245,12 @@ class Machine:
             self.loop_of_job = max((told.loop for told in progress.values() if not told.fresh), default=0)
         return [EnterView(self.view, progress)]
 
-    def entered(self, epoch: int) -> list[MemberAction]:
-        """Note that the exchange runs in the view of `epoch`."""
+    def entered(self, epoch: int, report: m.Report | None = None) -> list[MemberAction]:
+        """Note that the exchange runs in the view of `epoch`, and tell the leader with the `report` of that."""
         if self.phase is not Phase.ENTERING or self.view is None or self.view.epoch != epoch:
             return []
         self.phase = Phase.RUNNING
         if not self.ran and self.view.step is not None:
             self.step = self.view.step - 1  # a joiner starts with that step
         self.ran, self._came_in = True, self._came_in or epoch
-        return [ToLeader(m.Installed(epoch)), *self._pass()]
+        return [ToLeader(m.Installed(epoch, report)), *self._pass()]

@@ -173,9 +173,11 @@ class Withdrawn(Message, frozen=True):
 
 
 class Installed(Message, frozen=True):
-    """The view is in force at this rank. From a leader it means all ranks of its replica."""
+    """The view is in force at this rank, and the `report` says how long that took. From a leader it means all ranks of
+    its replica, whose reports it makes one of."""
 
     epoch: t.Epoch
+    report: Report | None = None
 
 
 class Ready(Message, frozen=True):

@@ -23,6 +23,8 @@ class Outbox:
         kept."""
         if isinstance(message, m.Suspect) and message.proof:
             self._proofs.add(message)
+        if isinstance(message, m.Installed) and message.report is not None and not up:
+            self._reports.append(message.report)  # that the view is installed is said again without it
         if isinstance(message, m.Report | m.Reachable) and not up:
             self._reports.append(message)
             return False

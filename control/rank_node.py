@@ -351,8 +351,8 @@ class RankNode:
         return self.dial_failed(replica, epoch, f"its memory cannot be reached: {reason}", cause, now)
 
     def entered(self, view: View, report: m.Report | None = None) -> list[RankAction]:
-        """Note that the exchange runs in `view`, and tell the leader the `report` of that with one call: it hears both
-        from thousands of ranks."""
+        """Note that the exchange runs in `view`, and tell the leader with the `report` of that: it hears both from
+        thousands of ranks."""
         self.view = view
         self._outbox.only(view)
         if view.proposal:
@@ -360,9 +360,7 @@ class RankNode:
         forgiven = [action for replica in sorted(self._unreachable) for action in self.peer_back(replica)]
         self._unreachable.clear()
         self._reaching = ()
-        actions = self._do_member(self.machine.entered(view.epoch))
-        reported = self.tell(report) if report is not None else []
-        return [*forgiven, *actions[:1], *reported, *actions[1:]]
+        return forgiven + self._do_member(self.machine.entered(view.epoch, report))
 
     def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> list[RankAction]:
         """Note that the exchange has made no progress for its deadline, in a wait of `lasted` seconds. To be repeated

@@ -290,21 +290,21 @@ class Channel:
         if self._early:
             self._early += data
             come = self._early
-        at = 0
-        while len(come) - at >= _LENGTH:
-            length = int.from_bytes(come[at : at + _LENGTH], "big")
+        at, size = 0, len(come)
+        while size - at >= _LENGTH:
+            begin = at + _LENGTH
+            length = int.from_bytes(come[at:begin], "big")
             if length > longest:
                 raise self._too_long(length, longest)
-            end = at + _LENGTH + length + TAG
-            if end > len(come):
+            end = begin + length + TAG
+            if end > size:
                 break
-            sealed = memoryview(bytes(come[at + _LENGTH : end]))
             at = end
-            yield bytes(self._opened(sealed))
-        if come is data:
-            self._early += data[at:]
-        else:
+            yield bytes(self._opened(memoryview(bytes(come[begin:end]))))
+        if come is not data:
             del self._early[:at]
+        elif at < size:
+            self._early += data[at:]
 
     def _tunnelled(self, data: bytes, longest: int) -> Iterator[bytes]:
         self._early += data

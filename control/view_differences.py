@@ -134,18 +134,19 @@ class EncodedOnce:
 
     def encode(self, message: m.Message, sent: ViewsSent) -> bytes:
         """Returns the bytes of the next message on the connection of `sent`."""
-        if id(message) not in self._made:
-            self._made[id(message)] = message, {}
+        known = self._made.get(id(message))
+        if known is None:
+            known = self._made[id(message)] = message, {}
             if len(self._made) > KEPT:
                 del self._made[next(iter(self._made))]
-        made = self._made[id(message)][1]
-        view = message.view if isinstance(message, CARRIERS) else None
-        before = sent.before if view is not None else None
+        made = known[1]
+        view, before = None, None
+        if isinstance(message, CARRIERS) and message.view is not None:
+            view, before, sent.before = message.view, sent.before, message.view
         if id(before) not in made:
             told = message if view is None else difference(message, view, before)
             made[id(before)] = before, told, b""
         _, told, data = made[id(before)]
-        sent.before = view or sent.before
         if data:
             return data
         if isinstance(told, m.Difference) and sent.shard is not None and any(x.ranks for x in told.changed):

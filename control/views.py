@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Annotated
 
@@ -47,6 +48,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 _TEXTS = ("host", "boot", "layout", "rack", "tuning", "arithmetic", "network", "pids")
+_texts = operator.attrgetter(*_TEXTS)
 _NONCE = 16  # bytes
 
 _Index = Annotated[int, Meta(ge=0, le=8 * RANKS)]
@@ -92,11 +94,9 @@ class Addresses(msgspec.Struct, frozen=True, array_like=True):
         known: dict[str, int] = {}
         sites: list[tuple[int, ...]] = []
         ranks = tuple(addresses)
-        for end, rank in enumerate(ranks, 1):
-            texts = tuple(known.setdefault(getattr(rank, name), len(known)) for name in _TEXTS)
-            if sites and sites[-1][1:] == texts:
-                sites.pop()
-            sites.append((end, *texts))
+        for texts, alike in itertools.groupby(ranks, _texts):
+            end = (sites[-1][0] if sites else 0) + sum(1 for _ in alike)
+            sites.append((end, *[known.setdefault(text, len(known)) for text in texts]))
         return cls(
             first,
             tuple(known),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
+from ftcomm.control.leader import Leader, ToCoordinator
 from ftcomm.control.replica_reports import PER_BEAT, RESUMED, Installs, Losses, Resumptions
-from tests.rigs.rank_node import running, view
+from tests.rigs.rank_node import TIMEOUTS, running, said, view
 
 
 def lost(shard: int, replica: int = 1, proof: bool = True) -> m.Suspect:
@@ -80,8 +83,9 @@ def test_the_slowest_rank_speaks_for_all() -> None:
     assert Resumptions(1).by_all(resumed(0, 2, 4.0)) == resumed(0, 2, 4.0)
 
 
-def test_a_rank_says_that_it_goes_on_and_how_long_that_took_with_one_call() -> None:
-    """Whatever else comes of it, as where its script waits at a boundary."""
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_rank_says_with_one_message_that_it_goes_on_and_how_long_that_took(connected: bool) -> None:
+    """Its script may wait at a boundary. What no connection takes is said with the next one."""
     node = running(rank=1, ranks=2)
     later = view(2, (0, 1), ranks=2, step=None)
     node.from_up(m.NewView(later))
@@ -89,6 +93,28 @@ def test_a_rank_says_that_it_goes_on_and_how_long_that_took_with_one_call() -> N
     node.quiesced(2, m.Progress(0, ()))
     (enter,) = node.from_peer(m.MemberProgress(1, "life-1", 2, m.Progress(0, ())), 0.0)
     report = m.Report(RESUMED, {"shard": 1, "epoch": 2})
-    installed, reported, *others = node.entered(enter.view, report)
-    assert (installed, reported) == (n.Up(m.Installed(2)), n.Up(report))
-    assert [type(action) for action in others][:1] == [act.Passed]
+    if not connected:
+        node.up_lost("reset by peer")
+    installed, passed, *_ = node.entered(enter.view, report)
+    assert (installed, type(passed)) == (n.Up(m.Installed(2, report)), act.Passed)
+    again = node.up_opened()
+    assert said(again, m.Installed) == [m.Installed(2)]
+    assert said(again, m.Report) == ([] if connected else [report])
+
+
+def test_a_leader_says_that_all_go_on_and_how_long_the_slowest_took() -> None:
+    leader = Leader(0, "life-0", 3, TIMEOUTS)
+    assert leader.from_rank(1, m.Installed(2, resumed(1, 2, 4.0))) == []
+    assert leader.from_rank(2, m.Installed(2, resumed(2, 2, 9.0))) == []
+    all_ = [ToCoordinator(m.Installed(2)), ToCoordinator(resumed(2, 2, 9.0))]
+    assert leader.from_rank(0, m.Installed(2, resumed(0, 2, 5.0))) == all_
+
+
+def test_a_leader_takes_a_report_that_comes_apart() -> None:
+    """A rank whose connection was down says it so, before that it goes on or after."""
+    leader = Leader(0, "life-0", 2, TIMEOUTS)
+    assert leader.from_rank(0, m.Installed(2, resumed(0, 2, 4.0))) == []
+    assert leader.from_rank(1, m.Installed(2)) == [ToCoordinator(m.Installed(2))]
+    assert leader.from_rank(1, resumed(1, 2, 9.0)) == [ToCoordinator(resumed(1, 2, 9.0))]
+    other = m.Report("data", {"epoch": 2})
+    assert leader.from_rank(1, other) == [ToCoordinator(other)]
