@@ -123,7 +123,9 @@ class Publisher:
         op, at = slot.op, descriptor(slot.index % SLOTS)
         self._own[at] = op.place
         self._own[at + 1] = op.call
-        self._own[at + DETAIL] = self._pipeline.detail(op)
+        segment = self._segment
+        self._own[at + DETAIL] = self._pipeline.detail(op) | segment.moved
+        segment.moved = 0
 
     def publish(self, word: int, count: int, *, last: bool = True) -> None:
         """Raise a word. `last`: this task is the last one of its op."""
@@ -194,7 +196,7 @@ class Publisher:
             for _, told in self.relayed:
                 told[POSTED] = told[TAKEN] = 0
         pipeline = self._pipeline
-        first = max(0, pipeline.posted - pipeline.staged)
+        first = max(pipeline.moved_at, pipeline.posted - pipeline.staged)
         for index in range(first, pipeline.posted):
             if self._is_concerned(reader, POSTED, index + 1):
                 self._send(reader, POSTED, index + 1)
