@@ -18,7 +18,7 @@ from ftcomm.simulation.world import World
 
 # Kinds of histories in which some holder is never hit.
 ENDS_WELL = ("calm", "quiet", "frozen", "stuck", "suspended", "away")
-CALM = 400.0  # s of virtual time within which a job must end once faults have: 25 deadlines in a row
+CALM = 25  # deadlines of an op in a row, within which a job must end once faults have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,10 @@ def run(
     try:
         job.start()
         faults = Faults(job)
-        world.run(until=faults.end + CALM)
+        calm = CALM * scenario.timeouts.give_up
+        world.run(until=faults.end + calm)
         if not world.over and not job.is_waiting_for_the_lost:
-            broken = f"the job has not ended {CALM:g} s after the last fault:\n{job.describe()}"
+            broken = f"the job has not ended {calm:g} s after the last fault:\n{job.describe()}"
         elif scenario.kind in ENDS_WELL and not scenario.conditions.loss and job.ended:
             broken = f"the job did not end well: {job.ended}"
     except (AssertionError, FtcommError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

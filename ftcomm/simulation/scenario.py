@@ -13,6 +13,11 @@ from ftcomm.simulation.script import Workload
 # One number of the chain of timeouts in 15 of the product's, so that stalls do not take minutes of ticks.
 TIMEOUTS = Timeouts(heartbeat=1.0, op_floor=2.0, op=8.0)
 
+# What members say to each other goes with the square of how many they are. So histories of more than `MANY` are of few
+# ops, and members give a sign of life as often as by default.
+MANY = 32
+SELDOM = Timeouts(heartbeat=5.0, op_floor=10.0, op=40.0)
+
 # What goes wrong, and how often a history is of that kind.
 KINDS = {
     "calm": 2,
@@ -108,14 +113,15 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     )  # a host for each rank
     bases = [{"one": 0, "each": i, "pairs": i // 2}[topology] for i in range(replicas)]
     hosts = tuple(tuple(base + spread * rank for rank in range(ranks)) for base in bases)
-    ops = rng.choice((1, 1, 2, 3)) if kind != "growth" else 1
+    many = replicas > MANY
+    ops = rng.choice((1, 1, 2, 3)) if kind != "growth" and not many else 1
     steps = max(2, rng.choice((4, 8, 12)) // ops) if replicas <= 6 else 4
     steps += 6 * (kind == "growth")
     work = Workload(
         steps=steps,
         counts=tuple(rng.choice((1, 2 * ELEMENTS, 3 * ELEMENTS + 4, 5 * ELEMENTS)) for _ in range(ops)),
         atomic=tuple(rng.random() < 0.3 for _ in range(ops)),
-        compute=rng.choice((0.0005, 0.005, 0.05)),
+        compute=0.2 if many else rng.choice((0.0005, 0.005, 0.05)),
         ahead=rng.choice((1, 2, 3)),
         prepare=rng.choice((0.0, 0.0, 0.01, 0.3)),
         blocks=rng.choice((1, 5, 12)),
@@ -156,7 +162,7 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
         coordinator_host=rng.choice((0, 99)) if kind not in ("cut-off", "rejected", "missed", "unsaid") else 99,
         work=work,
         conditions=conditions,
-        timeouts=TIMEOUTS,
+        timeouts=SELDOM if many else TIMEOUTS,
         burst=rng.choice((1, 1, 3, 20)),
         pace=pace,
         skew=rng.choice((0.0, 0.0, 0.05)),

@@ -49,10 +49,20 @@ def test_no_promise_is_broken(kind: str, half: str) -> None:
         assert views > 2
 
 
-@pytest.mark.parametrize(("kind", "members", "seed"), [("kills", 24, 0), ("kills", 24, 1), ("storm", 24, 3)])
-def test_no_promise_is_broken_among_many(kind: str, members: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "members", "seed", "trees"),
+    [
+        ("kills", 24, 0, False),
+        ("kills", 24, 1, False),
+        ("storm", 24, 3, False),
+        ("kills", 64, 1, True),
+        ("storm", 64, 1, False),
+        pytest.param("kills", 256, 1, True, marks=pytest.mark.sweep),
+    ],
+)
+def test_no_promise_is_broken_among_many(kind: str, members: int, seed: int, trees: bool) -> None:
     """Of more members than the first page of a segment has words for. `ftcomm simulate --members 24..64` runs more."""
-    history = run(seed, members, members, kind)
+    history = run(seed, members, members, kind, trees=trees)
     assert not history.broken, history.broken
     assert history.views > 1
 
