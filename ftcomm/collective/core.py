@@ -227,14 +227,6 @@ class ExchangeCore:
         stream.pipeline.unposted.extend(self._inflight.ops)
         return entered
 
-    @property
-    def unread(self) -> bool:
-        """Whether nobody reads what this member has staged, or will without its doing. With the mutex, while no thread
-        drives."""
-        member, stream = self.member, self.stream
-        calm = member.error is None and not member.frozen and not self._inflight.ops
-        return calm and stream is not None and stream.unread
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     @property
@@ -251,8 +243,6 @@ class ExchangeCore:
     def abandon(self) -> None:
         """End every op in flight with the error. No memory operation is under way."""
         taken = 0
-        if self._inflight.ops:
-            self._segment.read_on = True
         if self.stream is not None:
             pipeline, flight = self.stream.pipeline, self._inflight
             pipeline.stop()

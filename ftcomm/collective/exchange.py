@@ -93,7 +93,6 @@ class Exchange(GroupExchange[Operation]):
             mutex=self._mutex,
         )
         self.driver = Driver(self.core, waiter, threads, on_stall=on_stall, on_failed=on_failed)
-        segment.lend(self)
 
     # -- the caller's side: any thread -------------------------------------------------------------------------------
 
@@ -121,23 +120,6 @@ class Exchange(GroupExchange[Operation]):
                 raise RuntimeError("tune() while ops are in flight, or before the first view")
             self.core.stream.tune(tuning)
             self.member.view = self.core.stream.view
-
-    def gives(self, take: Callable[[], None]) -> bool:
-        """See `ftcomm.transport.segment.StagingUser`."""
-        if not self._mutex.acquire(blocking=False):
-            return False
-        try:
-            stream = self.core.stream
-            if stream is None or not self.driver.idle or not self.core.unread:
-                return False
-            stream.forget()
-            take()
-            return True
-        finally:
-            self._mutex.release()
-
-    def has_ended(self) -> bool:
-        return self.driver.idle and not self.member.inflight.ops
 
     # -- the control side: none of these blocks ----------------------------------------------------------------------
 

@@ -26,8 +26,7 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.errors import TransportError
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import DESCRIPTORS, DETAIL, NEAR, PLACE, POSTED, SLOTS, TAKEN, Segment
-from ftcomm.transport.slab import SLAB
+from ftcomm.transport.segment import DESCRIPTORS, DETAIL, NEAR, POSTED, SLOTS, TAKEN, Segment
 
 LEAST = 2  # members; one alone needs no fast path
 _KEPT = 64  # kinds of calls, per slot
@@ -47,16 +46,8 @@ class FastPath:
     """The fast path of one stream, for which `applies` is true, and which does not compare results. It runs while
     nobody reads through a connection, so that the words of `raisers` are all that there is to say."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        raisers: Raisers,
-        segment: Segment,
-        waiter: Waiter,
-        make_room: Callable[[Operation], None],
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, raisers: Raisers, segment: Segment, waiter: Waiter) -> None:
         view = pipeline.view
-        self._segment, self._make_room = segment, make_room
         self._pipeline = pipeline
         self._raise_posted, self._raise_taken = raisers[POSTED], raisers[TAKEN]
         self._view, self._own, self._waiter = view, segment.words, waiter
@@ -113,11 +104,6 @@ class FastPath:
         if len(kept) >= _KEPT:
             kept.clear()
         try:
-            if SLAB.crowded:
-                self._make_room(op)
-            # A member that stages elsewhere since its last op says so in the stream, and there others look for it.
-            if self._segment.moved or any(peer.words[PLACE] != peer.followed for peer in self._pipeline.peers):
-                return None
             made: OneShotViews = algorithms.one_shot.views(op, op.count, self._pipeline.staging(index))
         except TransportError:  # there is no memory for them, with which the stream fails
             return None

@@ -59,13 +59,3 @@ class Gate:
         """Returns the peers that keep the gate shut."""
         word, target, high = self.word, self.low + count, self.high
         return [peer for peer, words in zip(self.peers, self._words, strict=True) if not target <= words[word] < high]
-
-
-class Shut(Gate):
-    """A gate that no word opens: its peers have ended, which the next view will say."""
-
-    __slots__ = ()
-
-    def __init__(self, view: GroupView, word: int, peers: Iterable[Peer]) -> None:
-        super().__init__(view, word, peers)
-        self.low = self.high

@@ -52,7 +52,7 @@ from ftcomm.collective.operation import Operation, mismatch, unlike
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, side_by_side
 from ftcomm.collective.schedule import AROUND, HIERARCHICAL, Batch
-from ftcomm.collective.tree import ASKS, DIFFERS, FOUND, NO_CALL, TreeBranch, tree
+from ftcomm.collective.tree import ASKS, DIFFERS, FOUND, TreeBranch, tree
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.epochs import COUNTS
 from ftcomm.transport.base import Peer
@@ -155,7 +155,6 @@ class Pipeline:
         self.view, self._compares = view, compares
         self.algorithms = algorithms
         self.posted = self.arrived = self.taken = 0
-        self.moved_at = 0  # tasks before it are taken by all, and the staging is another one since
         self.stepped = 0  # every task before it is known to have no step left: `to_step` begins there
         self.unposted: deque[Operation] = deque()  # ops with tasks to post
         self.algorithm: Algorithm  # of the first of them, once it has posted a task
@@ -170,7 +169,6 @@ class Pipeline:
         near = layout.pair if len(view.members) == 2 else layout.near
         self.staged, self._most = (layout.slots, layout.span) if self.far else (NEAR, near)
         self.ahead = self.staged if self.far else AHEAD
-        self.room = self._most * segment.chunk  # bytes of a task in the staging
         # An op of so many chunks has a task for each, in its own slot. With more members that would make small slices.
         self._apart = SLOTS if self._most <= SPAN else 1
         self.posted_by_all = self._gate(POSTED, self.peers, relayed=True)
@@ -388,7 +386,7 @@ class Pipeline:
         for words in self._below:
             theirs = words[at + DETAIL]
             found |= theirs & FOUND
-            if words[at + 1] != call or (theirs ^ detail) & ~NO_CALL:
+            if words[at + 1] != call or (theirs ^ detail) & ~FOUND:
                 found |= DIFFERS
             elif words[at] != place:
                 found |= ASKS
@@ -467,7 +465,7 @@ class Pipeline:
             return
         at = descriptor(slot.index % SLOTS)
         detail_at = at + DETAIL
-        calls = ((m, words[at], words[at + 1], words[detail_at] & ~NO_CALL) for m, words in self._seen.items())
+        calls = ((m, words[at], words[at + 1], words[detail_at] & ~FOUND) for m, words in self._seen.items())
         op.error = mismatch(calls, op.lag)
         op.end = slot.index + 1
         if self.unposted and self.unposted[0] is op:
@@ -477,10 +475,10 @@ class Pipeline:
         """Whether all have made the same call, as all have said."""
         at = descriptor(slot.index % SLOTS)
         detail_at = at + DETAIL
-        call, place, detail = slot.op.call, self._own[at], self._own[detail_at] & ~NO_CALL
+        call, place, detail = slot.op.call, self._own[at], self._own[detail_at] & ~FOUND
         alike = True
         for words in self._heard:
-            if words[at + 1] != call or words[detail_at] & ~NO_CALL != detail:
+            if words[at + 1] != call or words[detail_at] & ~FOUND != detail:
                 return False
             alike = alike and words[at] == place
         return alike or not unlike([place, *(words[at] for words in self._heard)])
@@ -543,12 +541,6 @@ class Pipeline:
         if self.place is None:
             return self.taken_by_all.is_open(end)
         return end not in self.ends and all(gate.is_open(end) for gate in self._gates_of_end(end))
-
-    @property
-    def unread(self) -> bool:
-        """Whether nobody reads what is staged here: all have taken all that this member has posted. Looks at the words
-        now."""
-        return self.posted == self.taken and self.taken_by_all.is_open(self.posted)
 
     def stop(self) -> None:
         """Begin no task any more, and leave those unfinished that are not taken."""

@@ -123,9 +123,7 @@ class Publisher:
         op, at = slot.op, descriptor(slot.index % SLOTS)
         self._own[at] = op.place
         self._own[at + 1] = op.call
-        segment = self._segment
-        self._own[at + DETAIL] = self._pipeline.detail(op) | segment.moved
-        segment.moved = 0
+        self._own[at + DETAIL] = self._pipeline.detail(op)
 
     def publish(self, word: int, count: int, *, last: bool = True) -> None:
         """Raise a word. `last`: this task is the last one of its op."""
@@ -196,7 +194,7 @@ class Publisher:
             for _, told in self.relayed:
                 told[POSTED] = told[TAKEN] = 0
         pipeline = self._pipeline
-        first = max(pipeline.moved_at, pipeline.posted - pipeline.staged)
+        first = max(0, pipeline.posted - pipeline.staged)
         for index in range(first, pipeline.posted):
             if self._is_concerned(reader, POSTED, index + 1):
                 self._send(reader, POSTED, index + 1)

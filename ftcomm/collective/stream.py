@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from ftcomm.collective.algorithms import Algorithms
 from ftcomm.collective.checksum import Checksums, Divergence
 from ftcomm.collective.fast_path import FastPath, applies
-from ftcomm.collective.gate import Shut
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.plan import GroupView
@@ -27,8 +26,7 @@ from ftcomm.recorder.recorder import GroupRecorder, unread
 from ftcomm.settings.tuning import Tuning
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import MirrorWriter, Peer, Poller
-from ftcomm.transport.segment import ANNOUNCED, GATHERED, PLACE, POSTED, SLOTS, TAKEN, Memory, Segment
-from ftcomm.transport.slab import PAGE, SLAB
+from ftcomm.transport.segment import ANNOUNCED, GATHERED, POSTED, SLOTS, TAKEN, Memory, Segment
 
 
 class Interrupted(Exception):
@@ -79,15 +77,13 @@ class Stream:
             compares=on_divergence is not None,
         )
         self.publisher = self.publisher_type(pipeline, segment, readers, on_lost, compares=on_divergence is not None)
-        self._segment = segment
-        self._shared = [peer for peer in others if peer.shares_memory]
         self._undialled: list[Peer] = []  # those that no thread could be had for
         self.checksums: Checksums | None = None
         self.fast_path: FastPath | None = None
         if on_divergence is not None:
             self.checksums = Checksums(view, memories, pipeline.taken_by_all.is_open, on_divergence)
         elif applies(view, peers):
-            self.fast_path = FastPath(pipeline, self.publisher.raisers, segment, waiter, self.make_room)
+            self.fast_path = FastPath(pipeline, self.publisher.raisers, segment, waiter)
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +102,7 @@ class Stream:
             moved = self._meet() or moved
         if pipeline.arrived < pipeline.posted:
             slot = pipeline.to_arrive()
-            if slot is not None and (not slot.first or self._follow(slot)):
+            if slot is not None:
                 pipeline.arrive(slot)
                 if slot.first:
                     self._recorder.arrived(slot.op)
@@ -153,18 +149,8 @@ class Stream:
             moved = True
         return moved
 
-    def _follow(self, slot: Slot) -> bool:
-        """Map what peers stage in where it is now, before anything of an op is read there. False: one has ended."""
-        for peer in self._shared:
-            if peer.words[PLACE] != peer.followed and not peer.follow():
-                slot.arrival = (Shut(self.view, POSTED, (peer,)),)
-                return False
-        return True
-
     def post(self, op: Operation) -> None:
         pipeline = self.pipeline
-        if op.next == 0 and SLAB.crowded:
-            self.make_room(op)
         if self.checksums is not None:
             self.checksums.compare(pipeline.posted - SLOTS + 1)
         task = op.tasks[op.next]
@@ -182,31 +168,6 @@ class Stream:
 
     def _dial(self, peers: Iterable[Peer]) -> None:
         self._undialled = [peer for peer in (*self._undialled, *peers) if not peer.want(self._waiter.interrupt)]
-
-    @property
-    def unread(self) -> bool:
-        """Whether nobody reads what this member has staged, and no writer will. In a tree members that share memory
-        read before all have posted, and so before they look where it is staged."""
-        pipeline = self.pipeline
-        if not pipeline.unread or (pipeline.place is not None and self._shared):
-            return False
-        return all(reader.is_through() for reader in self.readers)
-
-    def make_room(self, op: Operation) -> None:
-        """Let `op`, of which nothing is staged yet, be staged within the limit of the process, if that can be."""
-        pipeline = self.pipeline
-        each = min(-(-op.nbytes // PAGE) * PAGE, pipeline.room)
-        need = pipeline.staged * each * (1 if len(op.finals) == 1 else 2)
-        if self.unread and self._segment.make_room(need):
-            self.forget()
-
-    def forget(self) -> None:
-        """Forget all views of the staging, so that it is reserved where they are made anew."""
-        self.pipeline.moved_at = self.pipeline.posted
-        for algorithm in self.pipeline.algorithms:
-            algorithm.forget()
-        if self.fast_path is not None:
-            self.fast_path.forget()
 
     def step(self, slot: Slot) -> None:
         slot.algorithm.step(slot)
@@ -280,7 +241,6 @@ class Stream:
         """
         kept = self.publisher.close(nonces or {})
         self.pipeline.close()
-        self.fast_path = None  # which refers to this stream
         return kept
 
     def tune(self, tuning: Tuning) -> None:

@@ -34,15 +34,12 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ftcomm.transport.segment import MOVED
-
 # Bits of the detail of a call, which go up and down with the words: all members have to look at the words of all. Some
 # member compares results, or calls are not alike in when and as what op they were made, which may still be the same
 # call (`ftcomm.collective.operation.unlike`); or in what they call, and then there is no result.
 ASKS = 1 << 30
 DIFFERS = 1 << 31
 FOUND = ASKS | DIFFERS
-NO_CALL = FOUND | MOVED  # bits of the detail that say nothing of the call
 
 
 class TreeBranch(NamedTuple):

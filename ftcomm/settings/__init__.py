@@ -13,7 +13,6 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 from ftcomm.settings.engines import ENGINES, KINDS, engine_kind
 from ftcomm.settings.launchers import completed
-from ftcomm.settings.staging import staging_bytes
 from ftcomm.settings.tuning import BUILT_IN, Tuning
 
 TRANSPORTS = ("auto", "shm", "nixl", "tcp")
@@ -59,7 +58,6 @@ class Settings:
                 "`ftcomm run --replicas 4 SCRIPT`, or set it to host:port of a running `ftcomm coordinator`."
             )
         env = completed(env)
-        staging_bytes(env)  # says now that it is wrong
         ranks = _int(env, "FTCOMM_RANKS_PER_REPLICA", 1)
         settings = cls(
             coordinator=env["FTCOMM_COORDINATOR"],

@@ -6,8 +6,7 @@ each at a time of its own, and sleeps where it pauses:
     BLOCKED  until a word may have been raised, an interrupt, or a tick
     PARKED   until the driver says that something has changed, and to look how long it has waited
 
-The memory of members of the same host is read directly, also that of the dead. As soon as a member says that nobody
-reads what it has staged, another group stages there (`ftcomm.transport.slab`).
+The memory of members of the same host is read directly, also that of the dead.
 """
 
 from __future__ import annotations
@@ -310,8 +309,6 @@ class SimulatedExchange:
                 rank.after(LOOK, self.wake, PARKED)
         else:
             self._soon(self._turn, self.exchange.driver.go)
-        if core.stream is not None and core.stream.unread:
-            self.memory.overwrite()
         if core.moved:
             if rank.world.armed and ops and self._halfway(ops[0]):
                 rank.world.after(3 * rank.pace * rank.world.random.random(), None, rank.world.armed.pop())

@@ -11,7 +11,6 @@ import numpy as np
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import HOST, LEAST, POSTED, SLOTS, SPAN, Layout, sized
 
-_OTHERS = 0xA5  # each byte that another group has staged
 CHUNK = 64  # bytes: few to copy. One cache line, so one member alone has a slice of it in two-shot
 
 
@@ -61,10 +60,6 @@ class TinyMemory(Peer):
         self.words: Any = Words([0] * (self.header // 8))
         self._bytes = staging(chunk)
         self.buffer = memoryview(self._bytes)  # type: ignore[arg-type]
-
-    def overwrite(self) -> None:
-        """Stage something else in all of it, as another group would."""
-        self._bytes.fill(_OTHERS)
 
     def offset(self, region: int, slot: int) -> int:
         return offset(region, slot, self.chunk)

@@ -50,7 +50,6 @@ class Peer(Memory):
     shares_memory = False  # with this process, which then sees the member's own words, and its death on them
     pid = 0  # the process, if memory is shared
     nonce = ""  # the nonce of the segment, which tells one life of that member from another
-    followed = 0  # how often its staging had moved when it was mapped here, if memory is shared
 
     def __init__(self, replica: int) -> None:
         self.replica = replica
@@ -73,10 +72,6 @@ class Peer(Memory):
 
     def relayed(self, word: int, value: int, belongs: Belongs) -> None:
         """Take what this peer has published, as another member relays it."""
-
-    def follow(self) -> bool:
-        """Map the staging where it is now, if memory is shared. False: its owner has ended. Raises `TransportError`."""
-        return True
 
     def drive(self, driven: bool = True) -> None:
         """Let the driver receive from now on (see `Poller`), instead of a thread that serves all peers; or, not
@@ -135,10 +130,6 @@ class MirrorWriter(ABC):
     @abstractmethod
     def told(self, word: int, value: int) -> bool:
         """Whether all frames for this value of the word, or a lower one, have been sent."""
-
-    @abstractmethod
-    def is_through(self) -> bool:
-        """Whether it reads nothing of the segment any more before the next `send`."""
 
     @abstractmethod
     def serves(self, epoch: int) -> bool:

@@ -16,23 +16,24 @@ is gone with the last process that maps it, whatever way that process ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import functools
 import mmap
 import os
 import resource
 import secrets
-import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+import threading
+from typing import Any
 
 import numpy as np
 
-from ftcomm.control.fork import keep_memory_from_children
+from ftcomm.control.fork import keep_from_children, keep_memory_from_children
 from ftcomm.errors import TransportError
-from ftcomm.transport.slab import PAGE, SLAB, StagingFile
 
-MAGIC = 0x6674636F6D6D0003  # "ftcomm", layout 3, of the host's engine
+MAGIC = 0x6674636F6D6D0002  # "ftcomm", layout 2, of the host's engine
 _FAMILY = 16  # bits of the layout's number in MAGIC
 HEADER = 4096  # bytes of the words of a group of 17 members or fewer, and a page
 
@@ -58,7 +59,6 @@ GATHERED = 5 * _LINE  # see ftcomm.collective.tree
 TAKEN_UP = GATHERED + 1
 ANNOUNCED = 6 * _LINE
 TAKEN_DOWN = ANNOUNCED + 1
-PLACE = 7 * _LINE  # how often the staging has moved to another file, then its descriptor, inode and offset there
 _DESCRIPTORS = 8 * _LINE
 _MUTEXES = 16 * _LINE
 _LEVELS = 32 * _LINE
@@ -67,7 +67,6 @@ ENDS = (TAKEN, TAKEN_UP, TAKEN_DOWN)  # the words that announce no bytes
 COUNTERS = frozenset((POSTED, REDUCED, TAKEN, *TREE))  # the words that count tasks in a group of any size
 MUTEXES = 16  # the kernel wakes one watcher of each; in larger groups that one wakes those that share it
 FINGERPRINT = 2  # see ftcomm.collective.checksum
-MOVED = 1 << 29  # a bit of the detail: the owner stages elsewhere since its last op
 DETAIL = 3  # the rest of a call, besides sizes, dtype and reduction, see ftcomm.collective.schedule
 SIZE = HEADER + 2 * STAGED  # of a group of 17 members or fewer
 LEAST = 16  # members for which every segment has words
@@ -179,17 +178,6 @@ def mutex(reader: int) -> int:
     return _MUTEXES + reader % MUTEXES * _LINE
 
 
-class StagingUser(Protocol):
-    """The user of what a segment stages in."""
-
-    def gives(self, take: Callable[[], None]) -> bool:
-        """Call `take` if nobody reads or writes what is staged, and let nobody begin meanwhile. False: somebody does.
-        Does not block."""
-
-    def has_ended(self) -> bool:
-        """Whether no op is in flight. Called after the end."""
-
-
 class Memory:
     """A segment or a mirror of one. `words` are its 64-bit words; `address` is that of the first."""
 
@@ -197,8 +185,6 @@ class Memory:
     chunk = CHUNK  # bytes
     header = HEADER  # bytes before the staging
     published = published(LEAST)  # the words that count tasks
-    moved = 0  # MOVED until the next op has said so
-    read_on = False  # whether it ends while others may still read what is staged here
     words: memoryview
     address: int
     buffer: memoryview  # all of the memory, as bytes
@@ -237,14 +223,6 @@ class Memory:
         content."""
         return self.header + ((region != POSTED) * SLOTS * SPAN + slot) * self.chunk
 
-    def lend(self, user: StagingUser) -> None:
-        """Let others have what this one stages in while `user` does not use it, where that can be."""
-
-    def make_room(self, nbytes: int) -> bool:
-        """Make room for an op that stages `nbytes`, before it does, while nobody reads what is staged. True: the
-        staging is another one now, of which less may be reserved. Raises `TransportError`."""
-        return False
-
     def place(self, region: int, start: int, nbytes: int) -> int:
         """Returns the offset in the memory of byte `start` of a region, if `nbytes` from there lie in one slot.
 
@@ -266,31 +244,35 @@ class Segment(Memory):
     if the memory cannot be had.
     """
 
-    staging: StagingFile  # where it stages
-
     def __init__(self, layout: Layout = HOST, *, members: int = LEAST, chunks: int | None = None) -> None:
         layout = sized(layout, members)
         self._lay_out(layout)
+        size = layout.size
         self.nonce = secrets.token_hex(16)
-        self._user: Callable[[], StagingUser | None] = lambda: None
+        self.fd = os.memfd_create("ftcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = _identity(self.fd)
+        self._reserving = threading.Lock()  # also held to close the descriptor; guards the next one
+        self._lacking = bytearray(b"\1") * -(-size // _PAGE)  # 1: a page that is not reserved
         try:
-            self._home = self.staging = file = StagingFile(self.header, layout.size)
-            memory = file.open()
+            os.posix_fallocate(self.fd, 0, self.header)
+            os.ftruncate(self.fd, size)
+            memory = mmap.mmap(self.fd, size)
+            # From here on no process can change its size or map it for writing, not even through /proc.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
         except OSError as error:
-            raise self._no_memory(layout.size, error) from error
-        self.fd = file.fd
+            os.close(self.fd)
+            raise self._no_memory(size, error) from error
         self._map(memory)
+        keep_from_children(self, lambda segment: (segment.fd,))
         try:
-            SLAB.add(file)
             if chunks is None:
-                self._reserve(self.header, layout.size)
+                self._reserve(self.header, size)
             else:
                 self._reserve(self.offset(POSTED, 0), self.offset(POSTED, chunks))
                 self._reserve(self.offset(REDUCED, 0), self.offset(REDUCED, chunks))
-        except BaseException:
+        except TransportError:
             self.close()
             raise
-        self._lends = chunks == 0
         self.words[0] = layout.magic
         self.words[1], self.words[2] = _halves(self.nonce)
         self.words[3], self.words[4], self.words[5] = layout.slots, layout.chunk, layout.lanes
@@ -299,63 +281,28 @@ class Segment(Memory):
         """Does what `Memory.carve` does, and reserves it. Raises `TransportError`."""
         base = self.offset(region, slot) + start * carrier.itemsize
         end = base + count * carrier.itemsize
-        if self.staging.lacking.find(1, (base - self.header) // PAGE, -(-(end - self.header) // PAGE)) >= 0:
+        if self._lacking.find(1, base // _PAGE, -(-end // _PAGE)) >= 0:
             self._reserve(base, end)
         return self._bytes[base:end].view(carrier)
 
     def _reserve(self, base: int, end: int) -> None:
         """Reserve and touch these bytes of the segment, and nothing of what is reserved already: that may be in use.
         Thread-safe. Raises `TransportError`."""
-        file = self.staging
-        last, end = (base - self.header) // PAGE, -(-(end - self.header) // PAGE)
-        with file.lock:
-            lacking = file.lacking
+        last, end = base // _PAGE, -(-end // _PAGE)
+        with self._reserving:
+            lacking = self._lacking
             while (first := lacking.find(1, last, end)) >= 0:
                 last = lacking.find(0, first, end)
                 last = end if last < 0 else last
-                at, stop = first * PAGE, min(last * PAGE, file.size - file.at)
+                at, stop = first * _PAGE, min(last * _PAGE, self.layout.size)
                 try:
-                    file.check()
-                    os.posix_fallocate(file.fd, file.at + at, stop - at)
+                    if _identity(self.fd) != self._file:
+                        raise OSError(errno.EBADF, "the script has closed its descriptor, and opened something else")
+                    os.posix_fallocate(self.fd, at, stop - at)
                 except OSError as error:
                     raise self._no_memory(stop - at, error) from error
-                self._bytes[self.header + at : self.header + stop] = 0
+                self._bytes[at:stop] = 0
                 lacking[first:last] = bytes(last - first)
-                file.reserved += stop - at
-        SLAB.grown()
-
-    # -- staging that changes hands, see `ftcomm.transport.slab` -----------------------------------------------------
-
-    def lend(self, user: StagingUser) -> None:
-        """Does what `Memory.lend` says, if nothing was reserved at the start."""
-        if self._lends:
-            self._user = weakref.ref(user)
-            SLAB.lend(self)
-
-    def give(self, take: Callable[[], None]) -> bool:
-        """Call `take` if this one does not use what it stages in. False: it does."""
-        user = self._user()
-        return user is not None and user.gives(take)
-
-    @property
-    def is_read(self) -> bool:
-        """Whether others may still read what is staged, after the end."""
-        user = self._user()
-        return self.read_on or user is None or not user.has_ended()
-
-    def make_room(self, nbytes: int) -> bool:
-        if not self._lends:
-            return False
-        try:
-            return SLAB.make_room(self, nbytes)
-        except OSError as error:
-            raise self._no_memory(nbytes, error) from error
-
-    def stage_in(self, file: StagingFile) -> None:
-        """Stage in `file`, which is mapped here, from now on, and tell who reads."""
-        self.staging, self.moved = file, MOVED
-        self.words[PLACE + 1], self.words[PLACE + 2], self.words[PLACE + 3] = file.fd, file.identity[1], file.at
-        self.words[PLACE] += 1
 
     @staticmethod
     def _no_memory(nbytes: int, error: OSError) -> TransportError:
@@ -368,11 +315,20 @@ class Segment(Memory):
 
     def close(self) -> None:
         """Let no process open the segment any more. The memory itself goes with the last mapping."""
-        if self.fd >= 0:
-            self.fd = -1
-            SLAB.end(self, self._home)
-            if self._home.fd >= 0:  # another group stages there
-                self.words[0] = 0
+        with self._reserving:
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # the script has closed it
+                os.close(fd)
+
+
+_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; missing in Python's fcntl module
+_PAGE = 4096  # bytes
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 class OtherEngine(TransportError):

@@ -14,8 +14,7 @@ from ftcomm.errors import TransportError
 from ftcomm.sync.doorbell import RemoteDoorbell
 from ftcomm.sync.futex import DOORBELL
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import ASLEEP, HEADER, HOST, PLACE, Layout, wrong
-from ftcomm.transport.slab import map_to_read
+from ftcomm.transport.segment import ASLEEP, HEADER, HOST, Layout, wrong
 
 
 class ShmPeer(Peer):
@@ -49,29 +48,7 @@ class ShmPeer(Peer):
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot open the segment of replica {replica} at {path}: {error}") from error
         self._map(memory)
-        self.followed = -1 if self.words[PLACE] else 0  # it may be moving right now, but not while an op is in flight
         self._doorbell: RemoteDoorbell | None = None
-
-    def follow(self) -> bool:
-        moves, fd, inode, at = self.words[PLACE : PLACE + 4]
-        path = f"/proc/{self.pid}/fd/{fd}"
-        try:
-            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                if os.fstat(opened).st_ino != inode:
-                    return False
-                map_to_read(self.address + self.header, self.layout.size - self.header, opened, at)
-            finally:
-                os.close(opened)
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        except OSError as error:
-            raise TransportError(
-                f"cannot map what replica {self.replica} stages in, {path}: {error.strerror}. Raise the limits of open "
-                "files and of mappings (ulimit -n, vm.max_map_count), and let this process open files of that one"
-            ) from error
-        self.followed = moves
-        return True
 
     def wake(self) -> None:
         if self._doorbell is None:

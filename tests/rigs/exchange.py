@@ -71,9 +71,9 @@ class Member:
 
 
 def pages(segment: Segment) -> tuple[int, int]:
-    """How many pages the file of a segment has, and how many of it are reserved, those of the words with them. More are
-    there if somebody has touched others."""
-    reserved = (segment._home.reserved + segment.header) // 4096
+    """How many pages a segment has, and how many of it are reserved, those of the words with them. More are there if
+    somebody has touched others."""
+    reserved = segment._lacking.count(0) + segment.header // 4096
     return os.fstat(segment.fd).st_blocks * 512 // 4096, reserved
 
 

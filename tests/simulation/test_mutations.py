@@ -80,11 +80,6 @@ def no_stability(patch: Patch) -> None:
     patch.setattr(Pipeline, "is_stable", lambda self, op: 0 <= op.end <= self.taken)
 
 
-def stages_for_another_too_early(patch: Patch) -> None:
-    """Another group stages where this one has, as soon as this member has taken all: others may still read there."""
-    patch.setattr(Pipeline, "unread", property(lambda self: self.posted == self.taken))
-
-
 def no_quiesce(patch: Patch) -> None:
     """What a member holds is told, and the exchange goes on."""
     patch.setattr(Driver, "has_quiesced", True)
@@ -979,7 +974,6 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "lets-changes-wait": (lets_changes_wait, "unsaid", 30),
     "judges-while-nobody-speaks": (judges_while_nobody_speaks, "unsaid", 30),
-    "stages-for-another-too-early": (stages_for_another_too_early, "calm", 20),
     "no-quiesce": (no_quiesce, "kills", 400),
     "hands-nothing-over": (hands_nothing_over, "calm", 100),
     "lets-go-of-ops": (lets_go_of_ops, "calm", 100),

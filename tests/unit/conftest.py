@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ftcomm.control import dropped, links
-from ftcomm.transport.slab import SLAB
 from tests.rigs.stopped_processes import DEADLINE, MEMBER, Peer
-
-
-@pytest.fixture(autouse=True)
-def nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have left to the garbage collector counts as staging of this process."""
-    monkeypatch.setattr(SLAB, "_limit", 1 << 50)
-    monkeypatch.setattr(SLAB, "crowded", False)
 
 
 @pytest.fixture

@@ -118,9 +118,6 @@ class NixlMirrorWriter(MirrorWriter, Sender):
                 begun.word == word and begun.value <= value for begun in self._begun
             )
 
-    def is_through(self) -> bool:
-        return False  # the memory is registered, so it has to stay where it is
-
     def serves(self, epoch: int) -> bool:
         return epoch == self.epoch
 

@@ -78,9 +78,6 @@ class TcpMirrorWriter(MirrorWriter):
             left += self._taken
         return not any(of & frames.WORD == word and said <= value for of, said in left)
 
-    def is_through(self) -> bool:
-        return not self._queue and not unsent(self._sock)
-
     def serves(self, epoch: int) -> bool:
         return epoch >= self.epoch
 
