@@ -269,7 +269,7 @@ class LightRank:
         nonce = secrets.token_hex(16)
         ranks.nonces.add(nonce)
         own = listen(HOST, 0) if setup.flaps(shard) else None
-        self._listener = None if own is None else Listener(own, ranks.credentials, ranks.called, names=(nonce,))
+        self._listener = None if own is None else Listener(own, ranks.credentials, ranks.called, names={nonce})
         port = ranks.port if own is None else own.getsockname()[1]
         self.address = address(port, nonce, setup.host(replica, shard))
         self.node = n.RankNode(replica, shard, self.address, ranks.timeouts, setup.replicas, setup.ranks)

@@ -399,7 +399,7 @@ class Agent:
         self._control.do(self._node.from_up, message)
 
     async def _main(self) -> None:
-        self._listener = Listener(self._sock, self._credentials, self._incoming.serve, names=(self.address.nonce,))
+        self._listener = Listener(self._sock, self._credentials, self._incoming.serve, names={self.address.nonce})
         if self._own_leader is not None:
             self._control.spawn(self._watch_leader(self._own_leader))
         if self._leading is None or self._control.with_leader is None:

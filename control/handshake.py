@@ -37,7 +37,7 @@ import ipaddress
 import os
 import shlex
 import ssl
-from collections.abc import Callable, Container, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Set
 from typing import Annotated, Any
 
 import msgspec
@@ -244,7 +244,7 @@ def client_steps(
     return Keys(_mac(token, b"session", *signed), client=True)
 
 
-def server_steps(credentials: Credentials, names: Container[str] = (), binding: bytes = b"", at: str = "") -> Steps:
+def server_steps(credentials: Credentials, names: Set[str] = frozenset(), binding: bytes = b"", at: str = "") -> Steps:
     """Returns the peer's `Opening` and the `Keys`. `names` are the nonces in the addresses of who listens here, `at` is
     the address at which the connection has come in (`place`)."""
     token = credentials.token
@@ -315,7 +315,7 @@ def client(
     return (yield from _framed(client_steps(credentials, purpose, fields, to, session.binding, at), session)), session
 
 
-def server(credentials: Credentials, names: Container[str] = (), at: str = "") -> Wired:
+def server(credentials: Credentials, names: Set[str] = frozenset(), at: str = "") -> Wired:
     """Returns the peer's `Opening`, the `Keys`, and the TLS of the connection, or None. `at` is the `place` at which it
     has come in."""
     first = yield LENGTH

@@ -12,7 +12,7 @@ import functools
 import os
 import selectors
 import socket
-from collections.abc import Awaitable, Callable, Container, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Set
 from typing import Any
 
 import msgspec
@@ -348,7 +348,7 @@ class Listener:
         credentials: handshake.Credentials,
         on_peer: Callable[[Channel, handshake.Opening], Awaitable[None]],
         *,
-        names: Container[str] = (),
+        names: Set[str] = frozenset(),
     ):
         sock.setblocking(False)
         wire.tune(sock)  # the kernel hands that down
@@ -452,7 +452,7 @@ class _Arrival:
         self.sock, self.source, self._ended = sock, source, ended
         self._handshake: wire.Handshake | None = None
 
-    def begin(self, credentials: handshake.Credentials, names: Container[str]) -> None:
+    def begin(self, credentials: handshake.Credentials, names: Set[str]) -> None:
         try:
             self.sock.setblocking(False)
             wire.inherited(self.sock)

@@ -265,6 +265,11 @@ class Live:
                     f"the stream of {self.replica} still works on op {slot.op.number}, which has returned"
                 )
         save(pipeline.algorithms)  # they refer to the same as ever
+        op = next(iter(pipeline.unposted), None)
+        if op is not None and op.next and pipeline.algorithm is not pipeline.algorithms.of(op):
+            raise BrokenPromise(
+                f"the stream of {self.replica} goes on with op {op.number} by the algorithm of another one"
+            )
         return (
             stream.view,
             stream.seen,

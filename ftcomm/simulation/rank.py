@@ -28,6 +28,7 @@ from ftcomm.control.failed_dials import Cause
 from ftcomm.control.leader import ToCoordinator
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
+from ftcomm.control.replica_reports import RESUMED
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import FtcommError, RemovedError
@@ -478,7 +479,9 @@ class SimulatedRank(Process):
             group.job_entered(view)
         resumed = self.exchange.enter(view, self.index, peers, progress)
         self.say("enters %s: %s", described(view), resumed)
-        self.do(self.node.entered(view))
+        said = {"shard": self.index, "epoch": view.epoch, "told_ms": 0.0, "resume_ms": 0.0}
+        report = None if first else m.Report(RESUMED, said)
+        self.do(self.node.entered(view, report))
         if first:
             self.wake("known", view)
             self.wake("join", view)

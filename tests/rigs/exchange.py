@@ -72,9 +72,10 @@ class Member:
 
 def pages(segment: Segment) -> tuple[int, int]:
     """How many pages a segment has, and how many of it are reserved, those of the words with them. More are there if
-    somebody has touched others."""
-    reserved = segment._lacking.count(0) + segment.header // 4096
-    return os.fstat(segment.fd).st_blocks * 512 // 4096, reserved
+    somebody has touched others. Waits for a thread that reserves some."""
+    with segment._reserving:
+        reserved = segment._lacking.count(0) + segment.header // 4096
+        return os.fstat(segment.fd).st_blocks * 512 // 4096, reserved
 
 
 def mirrored(replica: int = 0, count: int = 2) -> tuple[Exchange, Segment]:

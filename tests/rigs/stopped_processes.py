@@ -40,7 +40,7 @@ async def main():
         await serve_messages(conn, lambda message: None, lambda writer: None)
 
     sock = listen("127.0.0.1", 0)
-    listener = Listener(sock, Credentials("secret"), come, names=("0" * 32,))
+    listener = Listener(sock, Credentials("secret"), come, names={"0" * 32})
     print(sock.getsockname()[1], flush=True)
     await asyncio.Event().wait()
 

@@ -219,9 +219,9 @@ class Cluster:
                 self._do_member(replica, index, [mem.ToLeader(m.Finished())])
                 return
             assert rank.view is not None
-            if replica.number not in rank.view.contributing and self.random.random() < 0.5:
-                rank.caught_up = True
-            if rank.caught_up and replica.number not in rank.view.contributing:
+            behind = replica.number not in rank.view.contributing
+            if behind and not rank.caught_up and self.random.random() < 0.5:
+                rank.caught_up = True  # said once, like by `RankNode`; here no connection to a leader ends
                 self._do_member(replica, index, [mem.ToLeader(m.CaughtUp(rank.step))])
             rank.state = "boundary"
             self._do_member(replica, index, rank.machine.boundary(rank.step))

@@ -34,7 +34,7 @@ def test_bits_are_those_of_gloo_in_every_way_of_using_ddp(tmp_path: Path) -> Non
     assert raised == [[["of the model", unfinished, unfinished], 4.0]] * 4
 
 
-@pytest.mark.parametrize(("victim", "wire"), [(0, None), pytest.param(2, "fp8", marks=pytest.mark.protocol)])
+@pytest.mark.parametrize(("victim", "wire"), [pytest.param(0, None, marks=pytest.mark.protocol), (2, "fp8")])
 def test_the_average_is_of_those_who_contributed(tmp_path: Path, victim: int, wire: str | None) -> None:
     """Also in the step in which one dies: part of its gradient is in the sum, and then counts."""
     near = {"rel": 1e-6 if wire is None else 1 / 16}

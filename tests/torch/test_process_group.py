@@ -135,7 +135,7 @@ def test_without_its_root_a_broadcast_fails_alike_and_ranks_change_at_the_bounda
     assert sums == {(0, 3.0), (1, 2.0), (2, 2.0), (3, 2.0)}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.protocol)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.protocol), 2])
 def test_groups_of_some_replicas_live_on(tmp_path: Path, ranks: int) -> None:
     """Of two of three replicas, in a row with all their ranks, or in a column with one of each; split off, or new."""
     with Job(tmp_path, replicas=3, ranks=ranks, body=bodies.some_replicas, split=ranks == 2, steps=4) as job:

@@ -70,7 +70,7 @@ class Port:
         self._loop.close()
 
     async def _run(self) -> None:
-        listener = Listener(self._sock, self._mine, self._peer, names=(self._name,))
+        listener = Listener(self._sock, self._mine, self._peer, names={self._name})
         await self._over.wait()
         while listener._strangers:  # what they have done is counted
             await asyncio.sleep(0.005)

@@ -76,7 +76,7 @@ class Leader:
             self.calls.put(opening)
 
         async def begin() -> None:
-            self._listener = Listener(self._sock, CREDENTIALS, come, names=(NONCE,))
+            self._listener = Listener(self._sock, CREDENTIALS, come, names={NONCE})
 
         self._sock.listen()
         self._sock.setblocking(False)
