@@ -323,7 +323,8 @@ def _control(result: Result) -> list[str]:
         "leaders are those of a real job, each in a process of its own; the other ranks are light: production state "
         "machines with a real connection to their leader each, many in a process, which move no data. The seconds are "
         "from a fault until the survivors run in the view without the lost replica, and from its start until all run "
-        f"in the view that has it again.{at_rest}",
+        "in the view that has it again. They hold what the cores of one machine take for all the ranks, each of which "
+        f"would have its own.{at_rest}",
         "",
         *_heading("what", "ranks", "decided (s)", "p50 (s)", "p99 (s)", "max (s)"),
     ]
@@ -433,6 +434,7 @@ SECTIONS: dict[str, tuple[str, str, Section]] = {
     "fleet": ("A simulated fleet of 1,000 to 131,072 GPUs", "ftcomm bench fleet", _fleet),
     "control": ("The control plane of many ranks", "ftcomm bench control", _control),
     "control-768": ("The same, of more ranks", "ftcomm bench control --replicas 12", _control),
+    "control-98304": ("The same, of 98,304 ranks", "ftcomm bench control --replicas 12 --ranks 8192", _control),
     "views": ("Changes of view of many ranks", "ftcomm bench views", _views),
     "micro": ("Parts", "make bench-micro", _micro),
 }

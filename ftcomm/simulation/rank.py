@@ -479,9 +479,8 @@ class SimulatedRank(Process):
             group.job_entered(view)
         resumed = self.exchange.enter(view, self.index, peers, progress)
         self.say("enters %s: %s", described(view), resumed)
-        said = {"shard": self.index, "epoch": view.epoch, "told_ms": 0.0, "resume_ms": 0.0}
-        report = None if first else m.Report(RESUMED, said)
-        self.do(self.node.entered(view, report))
+        report = m.Report(RESUMED, {"shard": self.index, "epoch": view.epoch, "told_ms": 0.0, "resume_ms": 0.0})
+        self.do(self.node.entered(view, None if first else report))
         if first:
             self.wake("known", view)
             self.wake("join", view)
