@@ -306,9 +306,10 @@ class Emulation:
         for event in self.coordinator.told:
             lost = sorted(set(event.get("lost", ())) - self._faulty)
             if lost and event["at"] > self._since:
-                said = [text for each in self.coordinator.told if (text := each.get("said"))]
+                said = "; ".join(text for each in self.coordinator.told if (text := each.get("said")))
                 raise FtcommError(
-                    f"view {event['view']} is without replica {lost[0]}, which no fault has hit: {said[-3:]}"
+                    f"view {event['view']} is without replica {lost[0]}, which no fault has hit; the coordinator said: "
+                    f"{said or 'nothing'}"
                 )
 
     def _progress(self, text: str) -> None:

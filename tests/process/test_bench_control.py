@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,7 @@ def test_a_job_that_is_gone_ends_the_command(tmp_path: Path) -> None:
         told = next(line for line in running.stdout if "start, light ranks" in line)
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         leaders = [pid for pid in children if b"leader" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        time.sleep(2.0)  # of the rest, in which nothing is asked of a part: what has been asked is answered by an error
         os.kill(int(leaders[0]), signal.SIGKILL)
         said = running.communicate(timeout=100)
     assert told
