@@ -1079,7 +1079,9 @@ TREES = tuple(MUTATIONS)[-9:]
 
 # Seeds at which the search begins for those that few histories notice: from 0 on it took up to half a minute each.
 FIRST = {
+    "an-earlier-group-answers": 850,
     "answers-for-others": 30,
+    "closes-before-it-was-in": 850,
     "compares-no-calls": 18,
     "hears-of-no-calls": 18,
     "owes-an-answer": 78,
