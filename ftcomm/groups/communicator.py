@@ -42,7 +42,8 @@ from ftcomm.settings.tuning import BUILT_IN, Tuning
 from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import CONNECTIONS, accept, here_is
 from ftcomm.transport.connector import Connector
-from ftcomm.transport.router import ConnectionRouter, GroupConnection, Receiver
+from ftcomm.transport.group_connection import GroupConnection
+from ftcomm.transport.router import ConnectionRouter, Receiver
 
 ExchangeT = TypeVar("ExchangeT", bound=GroupExchange[Any])  # that the engine makes
 

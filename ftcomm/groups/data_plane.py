@@ -16,7 +16,7 @@ from ftcomm.control.views import Address, View
 from ftcomm.errors import FtcommError, RemovedError, TooLateError, TransportError
 from ftcomm.groups.communicator import JobCommunicator
 from ftcomm.p2p.calls import JobProgressEngine
-from ftcomm.transport.router import P2P, GroupConnection
+from ftcomm.transport.group_connection import P2P, GroupConnection
 from ftcomm.transport.segment import OtherEngine
 
 log = logging.getLogger("ftcomm")

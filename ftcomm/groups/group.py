@@ -45,7 +45,8 @@ from ftcomm.sync.robust_mutex import hold
 from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.address import open_port, own_address
 from ftcomm.transport.connect import prepare
-from ftcomm.transport.router import P2P, PURPOSE, ConnectionRouter
+from ftcomm.transport.group_connection import P2P
+from ftcomm.transport.router import PURPOSE, ConnectionRouter
 from ftcomm.transport.segment import MUTEXES, mutex
 
 if TYPE_CHECKING:

@@ -44,7 +44,8 @@ from ftcomm.process.descriptors import room_for
 from ftcomm.process.own import checked_page, own_process
 from ftcomm.recorder.layout import GroupKind
 from ftcomm.sync.robust_mutex import hold, release
-from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, GroupConnection
+from ftcomm.transport.group_connection import LINK, P2P, GroupConnection
+from ftcomm.transport.router import PURPOSE, ConnectionRouter
 from ftcomm.transport.segment import MUTEXES, Segment, mutex
 
 if TYPE_CHECKING:

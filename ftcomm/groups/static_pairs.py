@@ -38,7 +38,8 @@ from ftcomm.groups.static_endpoint import DialPurpose
 from ftcomm.membership.static import LastMessage, MemberFailed, MemberHello, Said, StaticMembership
 from ftcomm.process.joining import join
 from ftcomm.sync.sched import request_short_slice
-from ftcomm.transport.router import LINK, PURPOSE, GroupConnection
+from ftcomm.transport.group_connection import LINK, GroupConnection
+from ftcomm.transport.router import PURPOSE
 
 MAX_FRAME = 1 << 14  # bytes
 _PAUSE = 0.02  # s before the second attempt to reach a member; doubled up to half a second

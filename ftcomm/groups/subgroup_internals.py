@@ -53,7 +53,8 @@ from ftcomm.process.joining import join
 from ftcomm.process.own import own_process
 from ftcomm.recorder.layout import GroupKind
 from ftcomm.transport.base import OnLost
-from ftcomm.transport.router import ASK, ENTERED, P2P, PURPOSE, GroupConnection
+from ftcomm.transport.group_connection import ASK, ENTERED, P2P, GroupConnection
+from ftcomm.transport.router import PURPOSE
 from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
@@ -274,10 +275,9 @@ class SubgroupInternals:
         self._communicator.wait_all()
         with self._lock:
             segments, is_fresh = self._membership.segments(), self._membership.is_fresh
-        boundary = self.job.next_boundary()
-        unmet = (self.name, boundary) if is_fresh and boundary else None
         left = Left(self.exchange.returned, self.exchange.taken, is_fresh)
-        self.job.router.retire(segments, FRAMES.frame(left), unmet)
+        before = self.job.next_boundary() if is_fresh else 0
+        self.job.router.retire(self.name, segments, FRAMES.frame(left), before)
         if not self._thread.is_alive() or join(self._thread, str(self)):
             self._communicator.forget()
 

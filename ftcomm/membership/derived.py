@@ -37,7 +37,7 @@ from ftcomm.control.actions import EnterView, Freeze
 from ftcomm.control.messages import Progress
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
-from ftcomm.transport.router import ENTERED, GroupConnection
+from ftcomm.transport.group_connection import ENTERED, GroupConnection
 
 _PAUSE = 0.02  # s before a silent member is asked again
 

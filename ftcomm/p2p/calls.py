@@ -24,7 +24,7 @@ from ftcomm.p2p.slots import DeviceMemory, Slots
 from ftcomm.process.own import checked_page, own_process
 from ftcomm.recorder.layout import PhaseKind
 from ftcomm.recorder.waits import PhaseWait
-from ftcomm.transport.router import GroupConnection
+from ftcomm.transport.group_connection import GroupConnection
 
 
 class MessageWork:

@@ -42,8 +42,9 @@ from ftcomm.simulation.promises import Promises
 from ftcomm.simulation.static import SimulatedStaticGroup
 from ftcomm.simulation.subgroup import SimulatedSubgroup
 from ftcomm.simulation.world import Process, World
+from ftcomm.transport.closed_groups import ClosedGroups
+from ftcomm.transport.group_connection import EARLY, GroupConnection
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import ASK, EARLY, ENTERED, GroupConnection
 
 LEADERLESS = 1.0  # s in which a coordinator that is there hears that a leader has ended
 
@@ -88,8 +89,7 @@ class SimulatedRank(Process):
         self.waits_for_groups = False
         self._made = 0  # groups
         self.next_boundary = 0  # as of `Internals`
-        self._retired: dict[str, Left] = {}  # by the nonces of the segments of groups that were closed
-        self._unmet: dict[str, tuple[int, Left]] = {}  # as of `ConnectionRouter`
+        self.closed_groups: ClosedGroups[Left] = ClosedGroups()
         self._calls_for_groups: list[GroupConnection] = []  # that are not made yet
         self.gone = ""  # why this rank cannot go on
         self.left = self.finishing = False
@@ -543,24 +543,16 @@ class SimulatedRank(Process):
         group.end(FtcommError("it was closed"))
         nonce = group.exchange.memory.nonce
         del self.exchanges[nonce]
-        self._retired.update(dict.fromkeys(group.membership.segments(), group.left))
-        if group.left.fresh:
-            self._unmet[name] = self.next_boundary, group.left
+        before = self.next_boundary if group.left.fresh else 0
+        self.closed_groups.add(name, group.membership.segments(), group.left, before)
         self._deal_again()
-
-    def since(self, name: str) -> int:
-        """Returns the boundary that `ConnectionRouter.since` does."""
-        return self._unmet[name][0] if name in self._unmet else 0
 
     def deal(self, call: GroupConnection) -> None:
         """Deal with a connection as `ftcomm.transport.router.ConnectionRouter` does: it is for a group, which may be
         still to come."""
         group: SimulatedSubgroup | SimulatedStaticGroup | None = self.groups.get(call.group)
-        group, left = group or self.statics.get(call.group), None
-        if call.what in (ASK, ENTERED):
-            boundary, unmet = self._unmet.get(call.group, (0, None))
-            left = self._retired.get(call.there) or self._retired.get(call.nonce)
-            left = left or (unmet if not call.there and call.made < boundary else None)
+        group = group or self.statics.get(call.group)
+        left = self.closed_groups.answer(call)
         if left is not None:
             call.sock.connection.send(1, left)  # type: ignore[attr-defined]
             call.sock.close()

@@ -37,8 +37,8 @@ from ftcomm.simulation.mirror import Mirror, NoConnection
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import ELEMENTS, input_of
 from ftcomm.simulation.subgroup import DATA, AcceptedEnd
+from ftcomm.transport.group_connection import LINK, GroupConnection
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import LINK, GroupConnection
 
 if TYPE_CHECKING:
     from ftcomm.simulation.rank import SimulatedRank

@@ -30,8 +30,8 @@ from ftcomm.simulation.memory import CHUNK
 from ftcomm.simulation.mirror import NoConnection
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import ELEMENTS, input_of
+from ftcomm.transport.group_connection import ASK, ENTERED, GroupConnection
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import ASK, ENTERED, GroupConnection
 
 if TYPE_CHECKING:
     from ftcomm.simulation.rank import SimulatedRank
@@ -263,7 +263,7 @@ class SimulatedSubgroup:
     ) -> None:
         """`nonce` is that of the segment there, if it is known."""
 
-        since, made = self.rank.since(self.name), self.membership.made or 0
+        since, made = self.rank.closed_groups.since(self.name), self.membership.made or 0
 
         def accept(target: Any, connection: SimulatedConnection) -> bool:
             end: Any = AcceptedEnd(connection)

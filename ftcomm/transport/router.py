@@ -12,7 +12,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ftcomm.control import handshake
 from ftcomm.control.data_plane import WaitsFor
@@ -22,14 +22,10 @@ from ftcomm.control.limits import MEMBERS
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
 from ftcomm.errors import ArgumentError, TransportError
+from ftcomm.transport.closed_groups import ClosedGroups
+from ftcomm.transport.group_connection import EARLY, LINK, GroupConnection
 
 PURPOSE = "communicator"  # every connection between members of a communicator has this purpose
-LINK = "link"  # the first connection of a static group; it may come before the group
-ASK = "ask"  # the first connection of a subgroup, which follows the views of a job
-ENTERED = "entered"  # the same, from a member that runs in a view
-EARLY = (LINK, ASK)
-P2P = "p2p"  # send and recv
-MAX_RETIRED = 1 << 16  # segments of closed groups that are remembered
 MAX_PARKED = MEMBERS  # connections that wait for their group, as many as one may bring; the oldest goes first
 
 
@@ -37,24 +33,6 @@ class Server(Protocol):
     """A listener: an `Endpoint`, or the control thread of a rank in a job."""
 
     def serve(self, purpose: str, handler: Handler) -> None: ...
-
-
-class GroupConnection(NamedTuple):
-    """A connection for `what` from `member` of the group `group`. `instance` tells that group from earlier ones of its
-    name. `epoch` is that of a group with several. `nonce` names the caller's segment, and `there` ours, if the caller
-    knows it. `made` is the step boundary that was to come when the caller made its group. A group that was made before
-    boundary `since` is not meant."""
-
-    group: str
-    what: str
-    member: int
-    instance: str
-    sock: Channel
-    epoch: int = 0
-    nonce: str = ""
-    there: str = ""
-    made: int = 0
-    since: int = 0
 
 
 class Receiver(Protocol):
@@ -92,8 +70,7 @@ class ConnectionRouter:
         self._receivers: dict[str, Receiver] = {}
         self._parked: deque[GroupConnection] = deque()
         self._closed = False
-        self._retired: dict[str, bytes] = {}  # nonce of a segment in a closed group -> the answer to its callers
-        self._unmet: dict[str, tuple[int, bytes]] = {}  # by name: groups that were closed unmet, see `retire`
+        self._left: ClosedGroups[bytes] = ClosedGroups()  # with what this member said as it closed them
         self.newest: View | None = None  # in a job: the view that `entered` has told the groups
         self.changes = 0  # how often a change of the job's view has begun
         self.away = 0.0  # s in which none could be decided on
@@ -120,39 +97,19 @@ class ConnectionRouter:
             if self._receivers.get(name) is receiver:
                 del self._receivers[name]
 
-    def retire(self, segments: Iterable[str], last: bytes, unmet: tuple[str, int] | None = None) -> None:
-        """Remember that a group was closed which had the segments with these nonces, of this member and of others:
-        every caller of it, earlier or later, is answered `last`. A caller may not know this member's segment yet, and
-        be late: then its own tells that it does not mean the next group of that name.
-
-        `unmet` are the name of a group in which this member, a joiner, has met no other, and the step boundary that was
-        to come when it closed it. So it knows no segment of the others. But they made that group before that boundary,
-        and the next one of the name after it.
-        """
+    def retire(self, name: str, segments: Iterable[str], last: bytes, before: int = 0) -> None:
+        """Answer `last` to all who call a group that this member has closed; see `ClosedGroups.add`."""
         with self._lock:
-            if unmet is not None:
-                self._unmet[unmet[0]] = unmet[1], last
-            for nonce in segments:
-                self._retired[nonce] = last
-                if len(self._retired) > MAX_RETIRED:
-                    del self._retired[next(iter(self._retired))]
-            waiting = [call for call in self._parked if self._last_message(call) is not None]
-            self._parked = deque(call for call in self._parked if self._last_message(call) is None)
+            self._left.add(name, segments, last, before)
+            waiting = [call for call in self._parked if self._left.answer(call) is not None]
+            self._parked = deque(call for call in self._parked if self._left.answer(call) is None)
         for call in waiting:
             self._deal(call)
 
     def since(self, name: str) -> int:
-        """Returns the step boundary before which the others made the last group of that name that was closed unmet."""
+        """See `ClosedGroups.since`."""
         with self._lock:
-            return self._unmet.get(name, (0, b""))[0]
-
-    def _last_message(self, call: GroupConnection) -> bytes | None:
-        """Returns the answer of the closed group that a call is for; None if there is none. With the lock."""
-        if call.what not in (ASK, ENTERED):
-            return None
-        boundary, last = self._unmet.get(call.group, (0, b""))
-        met = self._retired.get(call.there) or self._retired.get(call.nonce)
-        return met or (last if not call.there and call.made < boundary else None)
+            return self._left.since(name)
 
     def job_changes(self) -> None:
         """Tell all groups that the job begins to change its view."""
@@ -206,7 +163,7 @@ class ConnectionRouter:
         refused: Receiver | None = None
         while True:
             with self._lock:
-                last = self._last_message(call)
+                last = self._left.answer(call)
                 receiver = self._receivers.get(call.group)
                 if last is not None or receiver is None or receiver is refused:
                     gone = self._park(call) if last is None and call.what in EARLY else [call]

@@ -59,12 +59,12 @@ from ftcomm.membership.derived import DerivedAction, DerivedMembership, Left, Te
 from ftcomm.membership.static import FailOps, StaticMembership, TellMember
 from ftcomm.simulation.history import run
 from ftcomm.simulation.leader import SimulatedLeader
-from ftcomm.simulation.rank import SimulatedRank
 from ftcomm.simulation.script import SimulatedJoiner
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
+from ftcomm.transport.closed_groups import ClosedGroups
+from ftcomm.transport.group_connection import GroupConnection
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import GroupConnection
 from ftcomm.transport.secure import Gmac
 from ftcomm.transport.segment import ANNOUNCED, GATHERED, LEAST, TAKEN, TAKEN_DOWN, TAKEN_UP, level, levels
 from ftcomm.transport.tcp.mirror import TcpMirror
@@ -738,13 +738,10 @@ def closes_before_it_was_in(patch: Patch) -> None:
     """A joiner closes a group that it was in no view of, though the others are about to ask for its account, and does
     not remember that they made it before it came."""
     _closes_unmet(patch)
-    close = SimulatedRank.close_group
-
-    def forgetful(self: SimulatedRank, name: str) -> None:
-        close(self, name)
-        self._unmet.clear()
-
-    patch.setattr(SimulatedRank, "close_group", forgetful)
+    add = ClosedGroups.add
+    patch.setattr(
+        ClosedGroups, "add", lambda self, name, segments, answer, before: add(self, name, segments, answer, 0)
+    )
 
 
 def opens_any_record(patch: Patch) -> None:

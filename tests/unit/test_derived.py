@@ -23,7 +23,7 @@ from ftcomm.membership.derived import (
     SubgroupProgress,
     TellCaller,
 )
-from ftcomm.transport.router import ASK, ENTERED, GroupConnection
+from ftcomm.transport.group_connection import ASK, ENTERED, GroupConnection
 
 pytestmark = pytest.mark.protocol
 

@@ -21,7 +21,7 @@ from ftcomm.p2p import core, deadlines, matching, progress, protocol
 from ftcomm.p2p.calls import JobProgressEngine, Messages, MessageWork
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import ReceiverKind, SenderKind
-from ftcomm.transport.router import GroupConnection
+from ftcomm.transport.group_connection import GroupConnection
 from tests.rigs.exchange import DEADLINE, Caller, socket_pair
 from tests.rigs.static_ranks import Ranks, nothing_left, together
 

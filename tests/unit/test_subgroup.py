@@ -30,7 +30,8 @@ from ftcomm.kernels.call_codes import UNKNOWN
 from ftcomm.membership.derived import Left, TellCaller
 from ftcomm.process import joining
 from ftcomm.settings.tuning import BUILT_IN
-from ftcomm.transport.router import ASK, ConnectionRouter, Receiver
+from ftcomm.transport.group_connection import ASK
+from ftcomm.transport.router import ConnectionRouter, Receiver
 from tests.rigs.exchange import DEADLINE, socket_pair
 from tests.rigs.rank_node import view
 from tests.rigs.sealed_pair import ends
