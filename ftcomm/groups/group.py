@@ -34,7 +34,7 @@ from ftcomm.groups.group_internals import Internals
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.process import callers, ending, pending, stacks
-from ftcomm.process.descriptors import room_for
+from ftcomm.process.descriptors import JOB_PEER, room_for
 from ftcomm.process.own import checked_page, own_process
 from ftcomm.recorder import files
 from ftcomm.recorder.layout import ALL, GroupKind, PhaseKind, RecordingEnd
@@ -89,7 +89,7 @@ class Group(Calls):
         self._recorder = files.begin(_owner(settings), settings.coordinator)
         self._stacks = stacks.serve(files.own_path())
         led = settings.ranks_per_replica - 1 if settings.shard == 0 else 0  # ranks that connect to this one
-        room_for(settings.replicas - 1, rank_name(settings.replica, settings.shard), led)
+        room_for(JOB_PEER * (settings.replicas - 1) + led, rank_name(settings.replica, settings.shard))
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
         self.contributors: tuple[int, ...] = ()

@@ -40,7 +40,7 @@ from ftcomm.membership.static import (
     TellMember,
 )
 from ftcomm.p2p.progress import ProgressEngine
-from ftcomm.process.descriptors import room_for
+from ftcomm.process.descriptors import STATIC_PEER, room_for
 from ftcomm.process.own import checked_page, own_process
 from ftcomm.recorder.layout import GroupKind
 from ftcomm.sync.robust_mutex import hold, release
@@ -88,7 +88,7 @@ class StaticGroupInternals:
         for what, seconds in (("op_timeout", op_timeout), ("timeout", timeout)):
             if not 0 < seconds < float("inf"):
                 raise ArgumentError(f"group {name!r}: {what}={seconds}; expected a positive number of seconds")
-        room_for(len(infos) - 1, f"group {name!r} of {len(infos)} members")
+        room_for(STATIC_PEER * (len(infos) - 1), f"group {name!r} of {len(infos)} members")
         self.roster = tuple(range(len(infos)))
         self.op_timeout = op_timeout
         self._infos = tuple(infos)

@@ -279,7 +279,7 @@ class Launcher:
     def _check_descriptors(self) -> None:
         ranks = len(self.options.started_here) * self.options.ranks_per_replica
         try:
-            room_for(0, f"ftcomm run, which starts {ranks} ranks on this host,", PER_RANK * ranks)
+            room_for(PER_RANK * ranks, f"ftcomm run, which starts {ranks} ranks on this host,")
         except TransportError as error:
             raise SettingsError(str(error)) from None
 

@@ -7,14 +7,15 @@ import resource
 
 from ftcomm.errors import TransportError
 
-PEER = 3  # descriptors for a peer that is reached by TCP: a link, and a connection each way
+JOB_PEER = 4  # descriptors for a peer that is reached by TCP: a link and a connection for data, each way
+STATIC_PEER = 3  # the same in a static group, where two members have one link
 RESERVE = 32  # for whatever else a process opens meanwhile
 
 
-def room_for(peers: int, what: str, others: int = 0) -> None:
-    """Raise the soft limit to the hard one if `peers` more need it, and `others` descriptors. Raises `TransportError`
-    if that is not enough."""
-    needed = len(os.listdir("/proc/self/fd")) + PEER * peers + others + RESERVE
+def room_for(more: int, what: str) -> None:
+    """Raise the soft limit to the hard one if so many `more` descriptors need it. Raises `TransportError` if that is
+    not enough."""
+    needed = len(os.listdir("/proc/self/fd")) + more + RESERVE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from ftcomm.process.descriptors import JOB_PEER
 from tests.rigs.deadlines import DEADLINE
 from tests.rigs.ports import free_port
 
@@ -134,6 +135,29 @@ def test_lines_are_prefixed_and_keep_their_stream(shell: Shell) -> None:
     ]
     assert shell.left() == []
     assert shell.processes() == set()
+
+
+def test_each_peer_by_tcp_takes_as_many_sockets_as_a_rank_asks_room_for(shell: Shell) -> None:
+    """Before it connects. If there were too few, it would find that out from one that it does not reach."""
+    shell.script(
+        """
+        import os
+        os.environ["FTCOMM_TRANSPORT"] = "tcp"
+        import numpy as np
+        import ftcomm
+        ftcomm.init()
+        ftcomm.allreduce(np.ones(300_000, np.float32))
+        sockets = [fd for fd in os.scandir("/proc/self/fd") if os.readlink(fd.path).startswith("socket:")]
+        print(len(sockets))
+        ftcomm.allreduce(np.ones(1, np.float32))
+        """
+    )
+    most = {}
+    for replicas in (2, 5):
+        code, out, err = shell.run("run", "--replicas", str(replicas), "script.py")
+        assert code == 0, err
+        most[replicas] = max(int(line.rpartition(" ")[2]) for line in out.splitlines())
+    assert most[5] - most[2] == 3 * JOB_PEER
 
 
 def test_a_module_runs_as_with_python(shell: Shell) -> None:

@@ -125,13 +125,13 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "listdir", lambda path: ["0"] * 100)  # of which this process may have more by then
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda what, both: limits.append(both))
-    descriptors.room_for(4, "a small group")
+    descriptors.room_for(12, "a small group")
     assert len(limits) == 1
-    descriptors.room_for(255, "a large group")
+    descriptors.room_for(765, "a large group")
     assert limits[-1] == (4096, 4096)
     limits[:] = [(256, 800)]
     with pytest.raises(TransportError, match=r"a large group needs up to 8\d\d .* have 800; .*ulimit -n"):
-        descriptors.room_for(255, "a large group")
+        descriptors.room_for(765, "a large group")
     assert limits == [(256, 800)]
 
 

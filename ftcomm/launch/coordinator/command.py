@@ -108,7 +108,7 @@ def run(options: CoordinatorOptions) -> int:
     # The connections of leaders, probes of as many, and who has not proved yet that it holds the token.
     needed = 2 * options.replicas + MAX_HANDSHAKES
     try:
-        room_for(0, f"ftcomm coordinator, of a job with {options.replicas} replicas,", needed)
+        room_for(needed, f"ftcomm coordinator, of a job with {options.replicas} replicas,")
     except TransportError as error:
         raise SettingsError(str(error)) from None
     return asyncio.run(_serve(options))
