@@ -49,9 +49,11 @@ STALL: dict[str, float] = {  # where a test waits for a stall, as which a stoppe
 }
 
 _context = multiprocessing.get_context("forkserver")
-# The first optimizer of a process imports torch._dynamo, which takes seconds.
-_OURS = ["ftcomm.groups.default_group", "ftcomm.training.steps", "tests.process.job", "tests.process.exchange_process"]
-PRELOADED = ["torch", "torch._dynamo", *_OURS, "tests.rigs.rewritten_kernels", "tests.rigs.frozen"]
+# The first optimizer of a process imports torch._dynamo, which takes seconds; a checkpoint, and what ranks of `ftcomm
+# bench` and workers of pytest have in common, tenths of one.
+_OURS = ["ftcomm.groups.default_group", "ftcomm.training.steps", "ftcomm.bench.job", "ftcomm.training.checkpoint"]
+_TESTS = ["tests.process.job", "tests.process.exchange_process"]
+PRELOADED = ["torch", "torch._dynamo", *_OURS, *_TESTS, "tests.rigs.rewritten_kernels", "tests.rigs.frozen"]
 _context.set_forkserver_preload(PRELOADED)
 
 

@@ -17,7 +17,7 @@ from ftcomm.demo.show import sparkline
 from ftcomm.demo.story import Story
 
 COMMAND = [sys.executable, "-c", "from ftcomm.cli import main; main()", "demo"]
-STEPS = 140
+STEPS = 100
 
 
 @pytest.mark.protocol

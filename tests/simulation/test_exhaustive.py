@@ -39,7 +39,8 @@ def explored(group: CheckedGroup, faults: int, **options: Any) -> tuple[Exhausti
 @pytest.mark.parametrize(
     ("group", "faults", "least"),
     [
-        pytest.param(CheckedGroup(3, 1, 2), 2, 40_000, id="one-shot"),
+        pytest.param(CheckedGroup(3, 1, 2), 2, 40_000, id="one-shot-of-two-chunks", marks=pytest.mark.sweep),
+        pytest.param(CheckedGroup(3, 1, 1), 2, 15_000, id="one-shot"),
         pytest.param(CheckedGroup(3, 2, 1), 1, 20_000, id="two-ops"),
         pytest.param(CheckedGroup(3, 1, 1, one_host=False), 2, 15_000, id="two-shot"),
         pytest.param(CheckedGroup(3, 1, 2, atomic=True), 1, 3_000, id="atomic"),
