@@ -83,8 +83,7 @@ class RelayedJob(Job):
 
 @contextlib.contextmanager
 def relayed(folder: Path, **settings: Any) -> Iterator[RelayedJob]:
-    # Longer steps than elsewhere: members are cut off for a quarter of a minute, and few steps show as much as many.
-    arguments: dict[str, Any] = dict(elements=1000, steps=ENDLESS, heartbeat_timeout=SILENCE, pause=0.02)
+    arguments: dict[str, Any] = dict(elements=1000, steps=ENDLESS, heartbeat_timeout=SILENCE)
     job = RelayedJob(folder, replicas=3, body=reduce_forever, **{**arguments, **settings})
     job.relay = Relay(job)
     job.do(job.relay.start())

@@ -27,6 +27,7 @@ from ftcomm.control.store import ViewStore
 from ftcomm.control.views import View
 from tests.rigs.etcd import EtcdServer, etcd_server
 
+from .bodies import PAUSE
 from .job import DEADLINE, JOB, TOKEN, Job
 from .rank_points import watch_points
 from .test_faults import _members, _until, go_on
@@ -110,7 +111,7 @@ class EtcdJob(Job):
         self.etcd = etcd
         self.service = Service()
         self.coordinators: list[Process] = []
-        arguments: dict[str, Any] = dict(replicas=3, body=train, steps=ENDLESS, pace=0.005, prepare=watch_points)
+        arguments: dict[str, Any] = dict(replicas=3, body=train, steps=ENDLESS, pace=PAUSE, prepare=watch_points)
         arguments.update({"heartbeat_timeout": HEARTBEAT, **settings})
         super().__init__(folder, transport="shm", **arguments)
         self.do(self.service.start())
@@ -371,7 +372,7 @@ class SlowStore(ViewStore):
 def test_who_lives_is_heard_while_a_view_is_being_written(tmp_path: Path) -> None:
     """For longer than the heartbeat timeout; and nobody is told of the view before that is done."""
     store = SlowStore(tmp_path / "slow")
-    arguments: dict[str, Any] = dict(body=train, steps=ENDLESS, pace=0.005, prepare=watch_points, transport="shm")
+    arguments: dict[str, Any] = dict(body=train, steps=ENDLESS, pace=PAUSE, prepare=watch_points, transport="shm")
     with Job(tmp_path, replicas=3, heartbeat_timeout=4.0, **arguments) as running:
         begin(running)
         running.stop_coordinator()

@@ -20,6 +20,7 @@ import ftcomm
 from ftcomm.control.server import ServerError
 from ftcomm.control.timeouts import Timeouts
 
+from .bodies import PAUSE
 from .job import DEADLINE, SILENCE, Job, Notes, fewer
 from .rank_points import CATCHING_UP, CHANGING, JOINING, Points, watch_points
 from .test_faults import PATIENCE, _members, _until, go_on, steps_of
@@ -33,7 +34,7 @@ JOINER = 2
 
 
 def job(folder: Path, replicas: int = 3, **settings: Any) -> Job:
-    arguments: dict[str, Any] = dict(body=train, steps=ENDLESS, pace=0.005, prepare=watch_points, transport="shm")
+    arguments: dict[str, Any] = dict(body=train, steps=ENDLESS, pace=PAUSE, prepare=watch_points, transport="shm")
     return Job(folder, replicas=replicas, **{**arguments, **settings})
 
 
@@ -330,7 +331,7 @@ def test_everything_at_random(tmp_path: Path) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     away, dead = False, set[int]()
-    with job(tmp_path, replicas=4) as running:
+    with job(tmp_path, replicas=4, pace=0.005) as running:  # many of the moments fall into an op
         begin(running)
         for _ in range(fewer(40)):
             what = rng.choice(["coordinator", "replica", "replica", "rest", "rest"])
@@ -421,13 +422,13 @@ def test_nobody_waits_for_a_joiner_that_builds_its_model(tmp_path: Path, ranks: 
         seen = start_building(running)
         assert all(note["roster"] == note["members"] == [0, 1, 2] for note in builds(running, JOINER))
         assert not any(note["contributes"] for note in builds(running, JOINER))
-        go_on(running, {0, 1}, fewer(100))
+        go_on(running, {0, 1}, fewer(40))
         lose(running, 1)
         since = len(running.events)
         restart_coordinator(running)
         running.wait_event("event that says who it is", lambda events: _joined(events[since:], JOINER))
         for rank in range(ranks):
-            go_on(running, {0}, fewer(50))
+            go_on(running, {0}, fewer(20))
             assert not [event for event in running.events[seen:] if event["kind"] == "ready"]
             (tmp_path / f"go-{rank}").touch()
         running.start(1)
