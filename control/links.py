@@ -23,6 +23,7 @@ from ftcomm.control.byte_stream import ByteStream
 from ftcomm.control.connection_limit import ConnectionLimit
 from ftcomm.control.dropped import drop
 from ftcomm.control.fork import keep_from_children
+from ftcomm.control.limits import MEMBERS
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.rate_limit import HandshakeRateLimit, source_of
 from ftcomm.control.sealed import Channel
@@ -32,6 +33,7 @@ from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
 
 HANDSHAKE_TIMEOUT = 5.0  # s
+BACKLOG = 4 * MEMBERS  # connections that a port keeps for a process: all members may dial a joiner at once, and again
 MAX_HANDSHAKES = 256  # under way at one port; beyond it the busiest source loses its oldest
 ACCEPTED = 64  # connections accepted in one turn of the loop
 CALL_TIMEOUT = 1.0  # s in which two calls may cross; see `Link.redirect`
@@ -502,7 +504,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(128)
+        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise

@@ -457,7 +457,7 @@ class RankNode:
             if what == BOUNDARY and self.machine.phase is mem.Phase.RUNNING:
                 self._at_boundary = dict(self._since)
         late = {life[0]: ran - since for life, since in self._since.items() if ran - since > self._deadline(what)}
-        late = {replica: lasted for replica, lasted in late.items() if replica in missing}
+        late = {replica: late[replica] for replica in missing if replica in late}
         if not late or now - self._said < REPORT:
             return []
         self._said = now
@@ -465,7 +465,8 @@ class RankNode:
 
     def _lives(self, replicas: Iterable[int]) -> list[Life]:
         members = self.machine.view.members if self.machine.view is not None else ()
-        return [(member.replica, member.incarnation) for member in members if member.replica in replicas]
+        these = frozenset(replicas)
+        return [(member.replica, member.incarnation) for member in members if member.replica in these]
 
     @property
     def _joins(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ import pytest
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
-from ftcomm.control import join_terms, wire
+from ftcomm.control import join_terms, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Log, Persist, Send
@@ -207,3 +209,11 @@ except BaseException as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE)
     assert said in done.stdout, done.stdout + done.stderr
+
+
+def test_a_port_keeps_what_all_members_dial_for_a_process_that_is_busy() -> None:
+    """As all do when one joins. A connection that finds no place would look like a host that is gone."""
+    with contextlib.ExitStack() as made:
+        port = made.enter_context(links.listen("127.0.0.1", 0))
+        for _ in range(2 * MEMBERS):
+            made.enter_context(socket.create_connection(port.getsockname(), timeout=DEADLINE))
