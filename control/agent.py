@@ -35,6 +35,8 @@ from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import Listener
 from ftcomm.control.liveness import started, state_of
 from ftcomm.control.member import Phase
+from ftcomm.control.own_companion import OwnCompanion
+from ftcomm.control.own_host_agent import AgentPlace, OwnHostAgent
 from ftcomm.control.own_leader import OwnLeader
 from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
@@ -77,15 +79,16 @@ class Agent:
         sock: socket.socket,
         address: Address,
         timeouts: Timeouts,
+        host_agent: AgentPlace | None = None,
         on_start: Callable[[], object] = lambda: None,
     ) -> None:
         """`leader` is where the leader of the replica listens, None if it has one rank, and `leader_socket` is what
-        shard 0 hands to the leader for that. `on_start` is called first in the control thread, which lives for as long
-        as this rank takes part."""
+        shard 0 hands to the leader for that. `host_agent` stands between this rank and the leader, if there is one.
+        `on_start` is called first in the control thread, which lives for as long as this rank takes part."""
         self.data_plane = data_plane
         self.replica, self.shard = replica, shard
         self._coordinator, self._credentials = coordinator, credentials
-        self._ranks = ranks
+        self._ranks, self._leader = ranks, leader
         self._me = NamedRank.of(replica, shard, leader)
         self._asking = asking_times(shard, ranks, timeouts.heartbeat)
         self._sock, self.address = sock, address
@@ -98,6 +101,9 @@ class Agent:
         self._leading: LeaderDriver | None = None  # in this process
         self._leader_socket = leader_socket
         self._own_leader: OwnLeader | None = None  # a process that this rank has started
+        self._host_agent = host_agent
+        self._own_host_agent: OwnHostAgent | None = None
+        above = leader if host_agent is None else host_agent.there
         if ranks == 1:
             node = LeaderNode(replica, secrets.token_hex(8), ranks, timeouts, state_of)
             self._leading = LeaderDriver(
@@ -109,15 +115,16 @@ class Agent:
             self._control.with_leader = RankWithLeader(self._node, node)
             self._up = self._leading.up
         else:
-            assert leader is not None
+            assert above is not None
+            what = "leader of the replica" if host_agent is None else "agent of this host"
             fields: handshake.Fields = {"replica": replica, "shard": shard}
             self._up = UpwardLink(
-                *(self._me, "leader of the replica", leader, credentials, "rank", fields, address.host),
+                *(self._me, what, above, credentials, "rank", fields, address.host),
                 on_open=lambda: self._control.do(self._node.up_opened),
-                on_lost=lambda *why: self._control.do(self._node.up_lost, *why),
+                on_lost=self._up_lost,
                 trains=lambda: self.view is not None,
             )
-        self._witness = OwnWitness(self._control, address.nonce, leader, credentials)
+        self._witness = OwnWitness(self._control, address.nonce, above, credentials)
         self._incoming = IncomingConnections(self._control, self._lead)
         self._peers = Peers(
             replica,
@@ -153,20 +160,32 @@ class Agent:
     # -- the user's threads --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the control thread, and the leader if this is shard 0 of several. Raises `JoinError`."""
-        if self._leader_socket is not None:
-            self._start_leader(self._leader_socket)
-        self._thread.start()
-
-    def _start_leader(self, listening: socket.socket) -> None:
-        what = self._me, self._ranks, self._coordinator, self._credentials, self._timeouts, self.address
+        """Start the control thread, and the leader if this is shard 0 of several, or the agent of this host if this is
+        its first rank. Raises `JoinError`."""
+        what = "leader of its replica"
         try:
-            self._own_leader = OwnLeader(*what, listening)
+            if self._leader_socket is not None:
+                of_all = self._me, self._ranks, self._coordinator, self._credentials, self._timeouts, self.address
+                self._own_leader = OwnLeader(*of_all, self._leader_socket)
+            if self._host_agent is not None and self._host_agent.listening is not None:
+                what = "agent of its host"
+                self._own_host_agent = self._start_host_agent(self._host_agent, self._host_agent.listening)
         except OSError as error:
             raise JoinError(
-                f"the process of the leader of its replica cannot be started: {error.strerror or error}; raise the "
-                "limit on processes (ulimit -u) or on open files (ulimit -n)"
+                f"the process of the {what} cannot be started: {error.strerror or error}; raise the limit on processes "
+                "(ulimit -u) or on open files (ulimit -n)"
             ) from None
+        self._thread.start()
+
+    def _start_host_agent(self, place: AgentPlace, listening: socket.socket) -> OwnHostAgent:
+        assert self._leader is not None
+        those = self.replica, place.shards, self._ranks, self._leader
+        return OwnHostAgent(*those, self._credentials, self._timeouts, self.address.host, listening)
+
+    @property
+    def host_agent_pid(self) -> int:
+        """The process of the agent of this host, if this rank has started it and it has begun; otherwise 0."""
+        return 0 if self._own_host_agent is None else self._own_host_agent.pid
 
     @property
     def leader_pid(self) -> int:
@@ -381,8 +400,9 @@ class Agent:
                 with contextlib.suppress(OSError):  # the script has closed its descriptor
                     close()
             self._witness.dismiss()
-            if self._own_leader is not None:
-                self._own_leader.dismiss()
+            for process in (self._own_leader, self._own_host_agent):
+                if process is not None:
+                    process.dismiss()
 
     def _ended(self, error: BaseException) -> None:
         """Fail all that waits for this thread, which ends by itself."""
@@ -396,12 +416,15 @@ class Agent:
     def _from_up(self, message: m.AnyMessage) -> None:
         if isinstance(message, m.Welcome) and self.shard:  # the leader is beside shard 0
             self._witness.call(message.processes)
+        if isinstance(message, m.LeaderLost):
+            self._up.news = News(message.reason)
         self._control.do(self._node.from_up, message)
 
     async def _main(self) -> None:
         self._listener = Listener(self._sock, self._credentials, self._incoming.serve, names={self.address.nonce})
-        if self._own_leader is not None:
-            self._control.spawn(self._watch_leader(self._own_leader))
+        for process in (self._own_leader, self._own_host_agent):
+            if process is not None:
+                self._control.spawn(self._watch(process))
         if self._leading is None or self._control.with_leader is None:
             self._up.open(self._from_up)
         else:
@@ -411,7 +434,7 @@ class Agent:
             ask_until_over(
                 *(self._me, self._coordinator, self._credentials, self._asking),
                 over=lambda: self._up.link is None or self._knows_job,
-                alone=lambda: self._leading is not None or not self._is_up,  # else the leader tells it
+                alone=lambda: self._leading is not None or not self._hears_leader,  # else that tells it
                 tell=self._hopeless,
                 started=started(),
             )
@@ -429,14 +452,34 @@ class Agent:
             self._control.do(self._node.beat, now)
             self._control.do(self._node.tick, now)
 
-    async def _watch_leader(self, leader: OwnLeader) -> None:
-        """End with the leader: the ranks of a replica and their leader live and die together. The others connect to
-        nobody any more, and the coordinator hears it from here."""
-        why = await leader.ended()
+    def _up_lost(self, reason: str, refused: bool, here: bool) -> None:
+        if self._host_agent is None or not refused:
+            self._control.do(self._node.up_lost, reason, refused, here)
+        elif self._node.machine.incarnation and not self._node.has_finished:
+            self._control.spawn(self._end_with_host_agent(reason))
+        else:  # it has not begun yet, or ends with a rank that has finished
+            self._control.do(self._node.up_lost, reason, True, self._node.has_finished)
+
+    async def _end_with_host_agent(self, reason: str) -> None:
+        """End with the agent of this host, which refuses no more to be there again. The rank that has started it may be
+        held, so each tells it."""
+        if self._node.machine.phase is not Phase.FAILED:
+            await self._tell_end(f"its host agent has ended: {reason}")
+            self._control.do(self._node.up_lost, reason, True, True)
+
+    async def _tell_end(self, why: str) -> None:
+        """Tell the coordinator that this replica ends, which no leader can by now."""
+        mine = self.replica, self._node.machine.incarnation
+        await leaderless.tell(self._coordinator, self._credentials, *mine, why)
+
+    async def _watch(self, process: OwnCompanion) -> None:
+        """End with the leader, or the agent of this host: the ranks of a replica and these live and die together. The
+        others connect to nobody any more, and the coordinator hears it from here."""
+        why = await process.ended()
         if self._node.machine.phase is Phase.FAILED:
             return
         self._up.close()
-        await leaderless.tell(self._coordinator, self._credentials, self.replica, self._node.machine.incarnation, why)
+        await self._tell_end(why)
         self._control.do(self._node.failed, f"replica {self.replica} cannot go on: {why}")
 
     def _lead(self, channel: Channel, opening: handshake.Opening) -> bool:
@@ -459,8 +502,8 @@ class Agent:
             self._control.do(self._node.from_up, told)
 
     @property
-    def _is_up(self) -> bool:
-        return self._up.link is not None and self._up.link.is_up
+    def _hears_leader(self) -> bool:
+        return self._up.link is not None and self._up.link.is_up and not self._node.cut_off
 
     @property
     def _knows_job(self) -> bool:

@@ -51,7 +51,7 @@ from ftcomm.control.sealed import Hmac, Keys
 from ftcomm.control.tls import NoTls, Session, Tls, is_hello
 from ftcomm.control.views import Address
 
-VERSION = 16
+VERSION = 17
 MAX_HANDSHAKE = 4096  # bytes
 AT_ONCE = LENGTH + MAX_HANDSHAKE  # bytes that a server may receive at once: the client goes on when it is answered
 NONCE = 16  # bytes

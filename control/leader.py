@@ -26,7 +26,7 @@ import msgspec
 
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
-from ftcomm.control.liveness import described
+from ftcomm.control.liveness import agent_described, described
 from ftcomm.control.replica_reports import RESUMED, Installs, Losses, Resumptions
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
@@ -96,6 +96,7 @@ class Leader:
         self._beats = timeouts.beats(ranks)
         self._beat = 0  # of these, the one that comes next; with the first, all ranks get a sign of life
         self.detector: Detector[int] = Detector(self._beats * timeouts.unheard)  # the ranks, by shard
+        self.agents: Detector[range] = Detector(self._beats * timeouts.unheard)  # host agents, by their ranks
         self._state = state
         self._timeouts = timeouts
         self.replica = replica
@@ -186,7 +187,11 @@ class Leader:
         return self._beat == 0
 
     def _mute(self, now: float) -> str:
-        """Describe a rank that lives and does not speak: the coordinator hears of it from this leader alone."""
+        """Describe a rank, or the agent of a host, that lives and does not speak: the coordinator hears of it from this
+        leader alone."""
+        self.agents.silent(now)
+        for shards, seconds in self.agents.mute(now).items():
+            return agent_described(shards, seconds)
         mute = (
             f"its shard {shard}: {described(seconds, self._state(self.addresses[shard]))}"
             for shard, seconds in self.detector.mute(now).items()
@@ -278,7 +283,7 @@ class Leader:
         if isinstance(message, m.AtBoundary):
             return self._at_boundary(shard, message)
         if isinstance(message, m.Installed):
-            reported = self._reported(message.report) if message.report is not None else []
+            reported = self._reported(shard, message.report) if message.report is not None else []
             if not self._installed.by_all(shard, message.epoch):
                 return reported
             self.epoch = message.epoch
@@ -308,16 +313,16 @@ class Leader:
         if isinstance(message, m.Suspect | m.Severed):
             return [ToCoordinator(message)] if self._losses.is_news(message) else []
         if isinstance(message, m.Report):
-            return self._reported(message)
+            return self._reported(shard, message)
         if isinstance(message, m.Reachable):
             self._losses.reached(message.replica, shard)
         if isinstance(message, _PASSED_UP):
             return [ToCoordinator(message)]
         return []
 
-    def _reported(self, report: m.Report) -> list[LeaderAction]:
+    def _reported(self, shard: int, report: m.Report) -> list[LeaderAction]:
         """Pass a report on; the slowest rank speaks for all that go on in a view."""
-        told = self._resumptions.by_all(report) if report.kind == RESUMED else report
+        told = self._resumptions.by_all(shard, report) if report.kind == RESUMED else report
         return [ToCoordinator(told)] if told is not None else []
 
     def _hello(self, shard: int, hello: m.Hello) -> list[LeaderAction]:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ftcomm.control import directory, handshake
 from ftcomm.control import messages as m
+from ftcomm.control.dropped import drop
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.links import Told, serve_messages
-from ftcomm.control.probe import ProbeConnection
-from ftcomm.control.probe_schedule import ProbeOutcome
+from ftcomm.control.links import ToldAgent, serve_messages
+from ftcomm.control.liveness import agent_ended
+from ftcomm.control.rank_connections import RankConnections, RankListener, Sought, seek
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.upward_link import UpwardLink
 from ftcomm.control.view_differences import EncodedOnce
+from ftcomm.control.views import Address
 from ftcomm.control.witness import PURPOSE
+
+AGENT = "agent"  # the purpose of the connection of a host agent
 
 
 class LeaderDriver:
@@ -31,6 +36,8 @@ class LeaderDriver:
     moved: is told of each coordinator that has taken the job over.
     up: the link to the coordinator.
     ranks: the connections of the ranks that have said who they are, by shard.
+    agents: those of host agents, by their ranks.
+    closed: waits until there is no connection of a rank.
     """
 
     def __init__(
@@ -56,8 +63,13 @@ class LeaderDriver:
             trains=trains,
         )
         self._once = EncodedOnce()
-        self.ranks: dict[int, Told] = {}
-        self._left = asyncio.Event()  # the connection of a rank has ended
+        self._connections = RankConnections(
+            RankListener(node.turned_away, self._from_rank, self._rank_closed), self._once
+        )
+        self.ranks = self._connections.told
+        self.closed = self._connections.closed
+        self.agents: dict[range, ToldAgent] = {}
+        self._carried: dict[int, ToldAgent] = {}  # of ranks that have said who they are by a host agent
 
     def open(self) -> None:
         """Connect to the coordinator."""
@@ -89,38 +101,60 @@ class LeaderDriver:
         elif (there := self.ranks.get(action.shard)) is not None:
             there.send(action.message)
 
+    def carry_out_all(self, actions: Sequence[ToCoordinator | ToRank]) -> None:
+        """Carry actions out in order; an agent is told once what several of its ranks are told one after the other."""
+        if not self._carried:
+            for action in actions:
+                self.carry_out(action)
+            return
+        for _, run in itertools.groupby(actions, key=lambda action: id(action.message)):
+            shards: dict[ToldAgent, list[int]] = {}
+            for action in run:
+                message = action.message
+                if isinstance(action, ToRank) and (told := self._carried.get(action.shard)) is not None:
+                    shards.setdefault(told, []).append(action.shard)
+                else:
+                    self.carry_out(action)
+            for agent, those in shards.items():
+                agent.send(those, message)
+
     def look(self) -> None:
         """Look which kernels answer, before anything more is sent to them."""
         now = time.monotonic()
-        asked = list(self.ranks) if self.node.leader.asks_all else [0]
+        all_ = self.node.leader.asks_all
+        asked = list(self.ranks) if all_ else [0]
         for shard in asked:
             seconds = self.ranks[shard].unanswered() if shard in self.ranks else None
             if seconds is not None:
                 self._do(self.node.rank_acknowledged, shard, now - seconds)
-
-    async def closed(self, shard: int) -> None:
-        """Wait until there is no connection of a rank."""
-        while shard in self.ranks:
-            self._left.clear()
-            await self._left.wait()
+        for shards, agent in list(self.agents.items()) if all_ else ():
+            if (seconds := agent.unanswered()) is not None:
+                self._do(self.node.agent_acknowledged, shards, now - seconds)
 
     async def flushed(self) -> None:
         """Wait until the kernel has all that was said."""
-        ways = [way.flushed() for way in self.ranks.values()]
+        agents = [agent.flushed() for agent in self.agents.values()]
         up = [] if self.up.link is None else [self.up.link.flushed()]
-        await asyncio.gather(*ways, *up)
+        await asyncio.gather(*self._connections.flushed(), *agents, *up)
 
     def close(self) -> None:
         self.up.close()
-        for way in self.ranks.values():
-            way.close()
+        self._connections.close()
+        for agent in list(self.agents.values()):
+            agent.close()
 
     async def serve(self, channel: Channel, opening: handshake.Opening) -> bool:
         """Serve a connection for its purpose, and own the channel; or return that it is not for a leader."""
         if opening.purpose == "rank":
             ours, most = self.node.leader.replica, self.node.leader.ranks - 1
             handshake.number(opening.fields, "replica", least=ours, most=ours)
-            await self._serve_rank(channel, handshake.number(opening.fields, "shard", most=most))
+            await self._connections.serve(channel, handshake.number(opening.fields, "shard", most=most))
+        elif opening.purpose == AGENT:
+            ours, ranks = self.node.leader.replica, self.node.leader.ranks
+            handshake.number(opening.fields, "replica", least=ours, most=ours)
+            first = handshake.number(opening.fields, "first", least=1, most=ranks - 1)
+            count = handshake.number(opening.fields, "count", least=1, most=ranks - first)
+            await self._serve_agent(channel, range(first, first + count))
         elif opening.purpose == PURPOSE:
             self._witnessed(channel, opening.fields)
         elif opening.purpose == directory.PURPOSE:
@@ -137,55 +171,75 @@ class LeaderDriver:
         if there is not None and there.nonce == handshake.text(fields, "nonce"):
             self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended, says its host")
 
-    async def _serve_rank(self, channel: Channel, shard: int) -> None:
-        told: list[Told] = []
-        greeted: list[Told] = []  # the same, once the rank has said who it is
+    def _from_rank(self, shard: int, message: m.AnyMessage) -> None:
+        if isinstance(message, m.CoordinatorAt):
+            self.called((message.host, message.port))
+        else:
+            self._do(self.node.from_rank, shard, message, time.monotonic())
+
+    def _rank_closed(self, shard: int, why: str) -> None:
+        there = self.node.leader.addresses[shard]
+        tell = Sought(
+            is_back=lambda: shard in self.ranks or shard in self._carried or self.up.link is None,
+            ended=lambda: self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended"),
+            refused=lambda: self._do(self.node.rank_refused, shard, why),
+            acknowledged=lambda at: self._do(self.node.rank_acknowledged, shard, at),
+        )
+        self._spawn(seek(there, self._credentials, self._timeouts, tell))
+
+    # -- host agents ---------------------------------------------------------------------------------------------
+
+    async def _serve_agent(self, channel: Channel, shards: range) -> None:
+        told: list[ToldAgent] = []
+        hellos: list[m.AgentHello] = []
 
         def received(message: m.AnyMessage) -> None:
-            if not greeted:
+            if isinstance(message, m.AgentHello):
+                hellos.append(message)
+                self.agents[shards] = told[0]
+            elif isinstance(message, m.Enclosed) and hellos:
+                self._from_agent(told[0], message.shards, message.message)
+
+        why = await serve_messages(channel, received, lambda writer: told.append(ToldAgent(writer, self._once, shards)))
+        for shard in told[0].greeted if told else ():
+            if self._carried.get(shard) is told[0]:
+                del self._carried[shard]
+        if hellos and self.agents.get(shards) is told[0]:  # otherwise the agent has connected again
+            del self.agents[shards]
+            self._agent_closed(shards, hellos[-1].address, why)
+
+    def _from_agent(self, agent: ToldAgent, shards: Sequence[int], message: m.Message) -> None:
+        """Take what some ranks have said, of which each first says who it is."""
+        now = time.monotonic()
+        self._do(self.node.agent_heard, agent.shards, now)
+        for shard in shards:
+            if shard not in agent.shards:
+                drop("message", f"a host agent of shards {agent.shards} speaks for shard {shard}")
+                return
+            if isinstance(message, m.Hello) or shard not in agent.greeted:
                 if (answer := self.node.turned_away(message)) is not None:
-                    told[0].send(answer)
+                    agent.send((shard,), answer)
                     return
-                greeted.append(told[0])
-                self.ranks[shard] = told[0]
+                agent.greeted.add(shard)
+            self._carried[shard] = agent
             if isinstance(message, m.CoordinatorAt):
                 self.called((message.host, message.port))
-            else:
-                self._do(self.node.from_rank, shard, message, time.monotonic())
+                return
+        self._do(self._from_ranks, shards, message, now)
 
-        why = await serve_messages(channel, received, lambda writer: told.append(Told(writer, self._once, shard)))
-        if greeted and self.ranks.get(shard) is greeted[0]:  # otherwise the rank has connected again
-            del self.ranks[shard]
-            self._left.set()
-            self._spawn(self._seek(shard, why))
+    def _from_ranks(self, shards: Sequence[int], message: m.Message, now: float) -> list[ToCoordinator | ToRank]:
+        return [action for shard in shards for action in self.node.from_rank(shard, message, now)]
 
-    async def _seek(self, shard: int, why: str) -> None:
-        """Find out why the connection of a rank has ended. If our own kernel says so, the process has ended; if another
-        host says so, that is reported. Otherwise the rank connects again as soon as it runs. If no kernel answers, the
-        silence of the rank will tell."""
-        there = self.node.leader.addresses[shard]
-        begun = time.monotonic()
-        connection: ProbeConnection | None = None
-        try:
-            while shard not in self.ranks and self.up.link is not None:
-                connection = connection or ProbeConnection(there, self._credentials, "asked", {})
-                outcome = await connection.outcome(self._timeouts.presence)
-                now = time.monotonic()
-                if shard in self.ranks:
-                    return
-                if outcome is ProbeOutcome.ENDED:
-                    self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended")
-                    return
-                if outcome is ProbeOutcome.REFUSED:
-                    self._do(self.node.rank_refused, shard, why)
-                elif outcome is ProbeOutcome.ANSWERED or (
-                    outcome is ProbeOutcome.MUTE and now - begun < self._timeouts.op
-                ):
-                    self._do(self.node.rank_acknowledged, shard, now)
-                if outcome is not ProbeOutcome.MUTE:
-                    connection.close()
-                    connection = None
-                await asyncio.sleep(self._timeouts.beat)
-        finally:
-            if connection is not None:
-                connection.close()
+    def _agent_closed(self, shards: range, there: Address, why: str) -> None:
+        """Seek an agent. The replica ends with it; as long as it lives, so do its ranks, as far as this host knows."""
+
+        def acknowledged(at: float) -> None:
+            self._do(self.node.agent_acknowledged, shards, at)
+
+        tell = Sought(
+            is_back=lambda: shards in self.agents or self.up.link is None,
+            ended=lambda: self._do(self.node.rank_lost, shards.start, agent_ended(there.pid)),
+            refused=lambda: self._do(self.node.rank_refused, shards.start, f"its host agent is lost: {why}"),
+            acknowledged=acknowledged,
+        )
+        self._spawn(seek(there, self._credentials, self._timeouts, tell))

@@ -128,6 +128,18 @@ class LeaderNode:
         """Note that another host refuses a rank, which was connected."""
         return self._do(self.leader.rank_refused(shard, reason))
 
+    def agent_heard(self, shards: range, now: float) -> list[LeaderNodeAction]:
+        """Note that the agent of the host of some ranks has spoken."""
+        self.leader.agents.heard(shards, now)
+        return []
+
+    def agent_acknowledged(self, shards: range, at: float) -> list[LeaderNodeAction]:
+        """Note that the kernel of such a host answers, which is also that of the ranks."""
+        self.leader.agents.acknowledged(shards, at)
+        for shard in shards:
+            self.leader.detector.acknowledged(shard, at)
+        return []
+
     @property
     def views(self) -> tuple[View | None, View | None]:
         """The views in which it knows where all ranks are, the best first."""

@@ -50,8 +50,8 @@ from ftcomm.control.wait_for import wait_for
 log = logging.getLogger("ftcomm.control")
 
 GARBAGE = 50_000  # objects that are made and not freed before the garbage collector looks
-_LAST = 2.0  # s for what is said at the end
-_FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LAST = 2.0  # s for what is said at the end
+FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class LeaderCharge(msgspec.Struct, frozen=True):
@@ -137,8 +137,7 @@ class LeaderProcess:
 
     def _do(self, event: Callable[..., Sequence[ToCoordinator | ToRank]], *args: Any) -> None:
         """Tell the node of an event, and carry out its actions."""
-        for action in event(*args):
-            self.driver.carry_out(action)
+        self.driver.carry_out_all(event(*args))
 
     async def _beats(self) -> None:
         while True:
@@ -155,16 +154,16 @@ class LeaderProcess:
 
     async def _end(self, well: bool) -> None:
         """Take what shard 0 has said last, say that it has ended, and let the others have that."""
-        await _within(_LAST, self.driver.closed(0))
+        await within(LAST, self.driver.closed(0))
         for task in self._tasks:
             task.cancel()
         if not well:
             self._do(self.node.rank_lost, 0, f"its process {self._charge.pid} has ended")
-        await _within(_LAST, self.driver.flushed())
+        await within(LAST, self.driver.flushed())
         self.driver.close()
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+async def within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
     with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
         await wait_for(seconds, work)
 
@@ -186,7 +185,7 @@ async def _lead(
 
 def main() -> None:
     sock, data, descriptors = charged()
-    for number in _FOR_RANKS:
+    for number in FOR_RANKS:
         signal.signal(number, signal.SIG_IGN)
     charge = _CHARGE.decode(data)
     logging.basicConfig(level=charge.level, format="%(asctime)s ftcomm %(levelname)s: %(message)s", stream=sys.stderr)

@@ -12,7 +12,7 @@ import functools
 import os
 import selectors
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Set
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -124,6 +124,20 @@ class Told:
 
     def send(self, message: m.Message) -> None:
         self._writer.write(self._once.encode(message, self._sent))
+
+
+class ToldAgent:
+    """The sending side of a leader's connection to the host agent of some of its ranks, as `Told`."""
+
+    def __init__(self, writer: wire.Writer, once: EncodedOnce, shards: range) -> None:
+        self.shards = shards
+        self.greeted: set[int] = set()  # those that have said who they are
+        self._writer, self._once, self._sent = writer, once, ViewsSent(shards.start, len(shards))
+        self.unanswered, self.flushed, self.close = writer.unanswered, writer.flushed, writer.close
+
+    def send(self, shards: Sequence[int], message: m.Message) -> None:
+        """Send a message to some of the ranks."""
+        self._writer.write(m.encode_enclosed(tuple(shards), self._once.encode(message, self._sent)))
 
 
 class Ended(ConnectionError):

@@ -149,6 +149,20 @@ def leader_described(seconds: float) -> str:
     )
 
 
+def agent_described(shards: range, seconds: float) -> str:
+    """Describes the agent of the host of some ranks, as `described` does a rank."""
+    return (
+        f"the host agent of its shards {shards.start} to {shards[-1]}, a process beside shard {shards.start}, lives "
+        f"but has not spoken for {seconds:.0f} s: it is stopped, or its machine is overloaded; continue it, or raise "
+        "FTCOMM_OP_TIMEOUT"
+    )
+
+
+def agent_ended(pid: int) -> str:
+    """Returns why the ranks of a host are lost, of whose agent `pid` was the process."""
+    return f"its host agent, process {pid}, has ended; its log, or that of the kernel (dmesg), may say why"
+
+
 _RUNS = (
     "it holds the interpreter lock (compilation, a long C call, a debugger), or its machine is overloaded; raise "
     "FTCOMM_OP_TIMEOUT"

@@ -7,6 +7,7 @@ own):
     Leader       <->  Member      the same, for each rank of its replica; in process if it has one rank
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary; it goes through
                                   the links of shard 0 of each replica
+    Leader       <->  Agent       of another host, for all ranks there: Enclosed, each a message of the lines before
     Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive,
                                 RemovedIn
 """
@@ -387,6 +388,25 @@ class AllFinished(Message, frozen=True):
     """The scripts of all ranks of the replica have ended well. Shard 0 waits for that."""
 
 
+# -- leader <-> host agent of its ranks on another host ---------------------------------------------------------------
+
+
+class AgentHello(Message, frozen=True):
+    """The first message of a host agent to the leader. It says where the agent is reached."""
+
+    address: Address
+
+
+class LeaderLost(Message, frozen=True):
+    """A host agent tells a rank that it does not reach the leader; `refused` and `here` are as of a rank's own
+    connection (`RankNode.up_lost`). What the rank says meanwhile goes nowhere. When the leader is reached again, the
+    agent ends the connection, and the rank makes it anew, as if it had lost the leader by itself."""
+
+    reason: t.Text
+    refused: bool = False
+    here: bool = False
+
+
 # -- member <-> member -------------------------------------------------------------------------------------------
 
 
@@ -455,7 +475,7 @@ class RemovedIn(Message, frozen=True):
     view: View
 
 
-AnyMessage = (
+Carried = (
     Hello
     | Join
     | Heartbeat
@@ -493,10 +513,23 @@ AnyMessage = (
     | BoundaryWaits
     | CoordinatorAt
     | AllFinished
+    | AgentHello
+    | LeaderLost
     | MemberProgress
     | Alive
     | RemovedIn
 )
+
+
+class Enclosed(Message, frozen=True):
+    """`message` between a leader and a host agent: to each rank of `shards`, or said by each of them. From an agent
+    without any, it is a sign of life of the agent itself."""
+
+    shards: Annotated[tuple[t.Shard, ...], t.MANY]
+    message: Carried
+
+
+AnyMessage = Carried | Enclosed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -504,6 +537,11 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
+
+
+def encode_enclosed(shards: tuple[int, ...], message: bytes) -> bytes:
+    """Encodes an `Enclosed` message that has been encoded already, maybe for several agents."""
+    return _encoder.encode(("Enclosed", shards, msgspec.Raw(message)))
 
 
 def decode(data: bytes) -> AnyMessage:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import socket
 
-import msgspec
-
 from ftcomm.control import leaderless
-from ftcomm.control.companion import Companion, own_end
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.leader_process import LeaderCharge
 from ftcomm.control.liveness import started
+from ftcomm.control.own_companion import OwnCompanion, log_level
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.views import Address
 
-MODULE = "ftcomm.control.leader_process"
 
-
-class OwnLeader:
-    """The process. `ended` belongs to the event loop of the control thread."""
+class OwnLeader(OwnCompanion):
+    what, module = "leader", "ftcomm.control.leader_process"
 
     def __init__(
         self,
@@ -34,38 +28,13 @@ class OwnLeader:
         here: Address,
         listening: socket.socket,
     ) -> None:
-        """Starts it for a shard 0 that is reached at `here`. It gets `listening`, to which the ranks come, and nobody
-        listens there once it has ended. Raises `OSError`."""
+        """Starts it for a shard 0 that is reached at `here`; `listening` is as of `OwnCompanion`. Raises `OSError`."""
         tls = None if credentials.tls is None else credentials.tls.files
-        level = logging.getLogger("ftcomm").getEffectiveLevel()
         charge = LeaderCharge(
             *(rank, os.getpid(), started(), ranks, coordinator, credentials.token, credentials.job, tls),
-            *(timeouts, here.host, here.processes, level),
+            *(timeouts, here.host, here.processes, log_level()),
         )
-        environment = {name: value for name, value in os.environ.items() if name != "FTCOMM_TOKEN"}
-        end = own_end()
-        descriptors = (listening.fileno(), *([end] if end >= 0 else []))
-        try:
-            self._process = Companion(MODULE, msgspec.json.encode(charge), descriptors, environment, errors=None)
-        finally:
-            listening.close()
-            if end >= 0:
-                os.close(end)
+        super().__init__(charge, listening)
 
-    @property
-    def pid(self) -> int:
-        """The process, once it has begun; before that 0."""
-        return self._process.pid
-
-    async def ended(self) -> str:
-        """Wait for its end, and return why the replica ends with it."""
-        why = await self._process.begun()
-        if why:
-            return f"its leader cannot start: {why}"
-        with contextlib.suppress(OSError):  # the script has closed the descriptor
-            await self._process.ended()
-        return leaderless.reason(self.pid)
-
-    def dismiss(self) -> None:
-        """Tell the leader that this rank ends as it should."""
-        self._process.dismiss()
+    def why(self, pid: int) -> str:
+        return leaderless.reason(pid)

@@ -102,6 +102,7 @@ class RankNode:
         self._detector: Detector[Life] = Detector(self._beats * timeouts.unheard + (self._beats - 1) * timeouts.beat)
         self._beat = 0  # of these, the one that comes next
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
+        self.cut_off = False  # the agent of this host does not reach it, and is no sign of it
         self._from_above = False  # it has spoken since the last beat
         self._up_refused = False  # its port refuses
         self._leaderless = False  # neither the leader nor its kernel is heard; it may live
@@ -126,7 +127,7 @@ class RankNode:
 
     def up_opened(self) -> list[RankAction]:
         """Note that the connection to the leader is there, for the first time or again."""
-        self._up, self._up_refused = True, False
+        self._up, self._up_refused, self.cut_off = True, False, False
         self._from_above = True  # its process has just answered, though it may never send a message
         self._boundary_waits = m.BoundaryWaits()  # it tells them again
         hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
@@ -165,11 +166,15 @@ class RankNode:
 
     def up_acknowledged(self, at: float) -> list[RankAction]:
         """Note that the kernel of the leader answers."""
-        self._above.acknowledged("leader", at)
+        if not self.cut_off:
+            self._above.acknowledged("leader", at)
         return []
 
     def from_up(self, message: m.Message) -> list[RankAction]:
         """Take a message from the leader."""
+        if isinstance(message, m.LeaderLost):
+            self.cut_off, self._from_above = True, False
+            return self.up_lost(message.reason, message.refused, message.here)
         self._from_above = True
         if isinstance(message, m.Ping):
             self._unheard = message.unheard > 0.0
@@ -385,6 +390,11 @@ class RankNode:
     def all_finished(self) -> bool:
         """Whether no rank is left in the replica whose end this rank should wait for, as far as it can know."""
         return self._all_finished or not self._up
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the script of this rank has said that it has ended, well or not."""
+        return m.Finished.__name__ in self._lasting
 
     @property
     def leader_ended(self) -> bool:

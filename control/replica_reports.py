@@ -96,20 +96,22 @@ class Resumptions:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._epoch: object = None
-        self._said: dict[object, m.Report] = {}  # of that epoch, by rank
+        self._said: dict[int, m.Report] = {}  # of that epoch, by rank
 
-    def by_all(self, report: m.Report) -> m.Report | None:
-        """Returns the report of the slowest rank when all have made theirs."""
+    def by_all(self, shard: int, report: m.Report) -> m.Report | None:
+        """Note the report of a rank, or of the slowest one of its host. Returns that of the slowest one of all when all
+        have made theirs."""
         epoch = report.fields.get("epoch")
         if epoch != self._epoch:
             self._epoch, self._said = epoch, {}
-        self._said[report.fields.get("shard")] = report
+        self._said[shard] = report
         if len(self._said) < self._ranks:
             return None
         said, self._said = self._said, {}
-        return max(said.values(), key=_took)
+        return max(said.values(), key=took)
 
 
-def _took(report: m.Report) -> float:
+def took(report: m.Report) -> float:
+    """Returns the milliseconds that a rank took to go on; 0 if the report does not say so."""
     took = report.fields.get("resume_ms")
     return took if isinstance(took, float) else 0.0

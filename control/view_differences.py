@@ -2,6 +2,7 @@
 
     coordinator -> leader    the addresses of all ranks
     leader -> rank           the addresses of the same rank of the other replicas
+    leader -> host agent     the addresses of the same ranks as the agent's own
 
 On one connection a view is told as the difference from the one that was told before: who is gone, who is new, with the
 addresses, and who is the same life and contributes now or no more. A member that is not named is as it was. So after a
@@ -27,15 +28,17 @@ class UntoldError(ValueError):
 
 
 class ViewsSent:
-    """The sending end of one connection: to rank `shard` of the sender's replica, or (None) to one that needs all
-    addresses. Not thread-safe."""
+    """The sending end of one connection: to rank `shard` of the sender's replica, or to the agent of `count` ranks from
+    there on, or (None) to one that needs all addresses. Not thread-safe."""
 
-    def __init__(self, shard: int | None = None) -> None:
-        self.shard = shard
+    def __init__(self, shard: int | None = None, count: int = 1) -> None:
+        self.shard, self._count = shard, count
         self.before: View | None = None  # the last one that was sent
 
     def shorten(self, message: m.Message) -> m.Message:
         """Returns what is to be sent in place of `message`, as the next one."""
+        if isinstance(message, m.Enclosed):
+            return msgspec.structs.replace(message, message=self.shorten(message.message))
         view = message.view if isinstance(message, CARRIERS) else None
         if view is None:
             return message
@@ -50,7 +53,9 @@ class ViewsSent:
         return msgspec.structs.replace(told, changed=tuple(map(self._own, told.changed)))
 
     def _own(self, member: Member) -> Member:
-        return msgspec.structs.replace(member, ranks=member.ranks.part(self.shard or 0, 1)) if member.ranks else member
+        if not member.ranks:
+            return member
+        return msgspec.structs.replace(member, ranks=member.ranks.part(self.shard or 0, self._count))
 
 
 def difference(message: m.Message, view: View, before: View | None) -> m.Difference:
@@ -89,6 +94,8 @@ class ViewsReceived:
 
     def complete(self, message: m.Message) -> m.Message:
         """Returns what `message` stands for. Raises `UntoldError` if that does not follow from what was told before."""
+        if isinstance(message, m.Enclosed):
+            return msgspec.structs.replace(message, message=self.complete(message.message))
         if not isinstance(message, m.Difference):
             if isinstance(message, CARRIERS) and message.view is not None:
                 raise UntoldError(f"{type(message).__name__} with a view of epoch {message.view.epoch} as it is")

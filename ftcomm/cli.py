@@ -194,6 +194,14 @@ def commands() -> None:
     help="How ranks move bytes: shared memory where they can, or one way for all.",
 )
 @click.option(
+    "--host-ranks",
+    type=int,
+    default=0,
+    metavar="K",
+    help="Count K ranks of a replica that follow each other as those of a host: a host agent, a process of its own, "
+    "speaks for them to the leader of the replica. For trying out what replicas on several hosts do.",
+)
+@click.option(
     "--hosts",
     type=click.Choice(("shared", "netns")),
     default="shared",

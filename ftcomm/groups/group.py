@@ -18,7 +18,9 @@ from ftcomm.collective.watchdog import Stall, StallLog
 from ftcomm.control import fork
 from ftcomm.control import messages as m
 from ftcomm.control.agent import ACK, Agent
+from ftcomm.control.agent_ranks import agent_ranks
 from ftcomm.control.links import listen
+from ftcomm.control.own_host_agent import AgentPlace
 from ftcomm.control.rank_errors import Gone, JoinError
 from ftcomm.control.rank_name import rank_name
 from ftcomm.control.script_end import ScriptEnd
@@ -140,6 +142,7 @@ class Group(Calls):
             sock=sock,
             address=communicator.here,
             timeouts=settings.timeouts,
+            host_agent=_host_agent(settings),
             on_start=self._alive,
         )
         self._router = ConnectionRouter(self._agent)
@@ -563,12 +566,28 @@ def _owner(settings: Settings) -> Owner:
 
 def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket:
     """Returns the socket to which the other ranks of the replica come: inherited from the launcher, or bound here."""
-    if settings.leader_fd is not None:
-        return fork.keep_from_children(socket.socket(fileno=settings.leader_fd))
+    return _listening(settings.leader_fd, leader, "FTCOMM_LEADER", "shard 0", "its shard 0")
+
+
+def _host_agent(settings: Settings) -> AgentPlace | None:
+    """Returns where the agent of this host listens for its ranks; None if there is none."""
+    shards = agent_ranks(settings.shard, settings.host_ranks, settings.ranks_per_replica)
+    if not settings.host_agent or not shards:
+        return None
+    there = split_endpoint(settings.host_agent, "FTCOMM_HOST_AGENT")
+    starts = settings.shard == shards.start
+    who = "FTCOMM_HOST_AGENT", f"shard {settings.shard}", "these ranks"
+    return AgentPlace(there, shards, _listening(settings.host_agent_fd, there, *who) if starts else None)
+
+
+def _listening(inherited: int | None, there: tuple[str, int], variable: str, who: str, whose: str) -> socket.socket:
+    """Returns a socket that listens, inherited from the launcher or bound here."""
+    if inherited is not None:
+        return fork.keep_from_children(socket.socket(fileno=inherited))
     try:
-        return listen(*leader)
+        return listen(*there)
     except OSError as error:
         raise InitError(
-            f"shard 0 cannot listen on FTCOMM_LEADER={settings.leader}: {error.strerror or error}; give each replica a "
-            "free port on the host of its shard 0"
+            f"{who} cannot listen on {variable}={there[0]}:{there[1]}: {error.strerror or error}; give each replica a "
+            f"free port on the host of {whose}"
         ) from None

@@ -33,6 +33,7 @@ class RunOptions:
     module: bool = False
     no_python: bool = False
     ranks_per_replica: int = 1
+    host_ranks: int = 0  # so many ranks count as those of a host, which have an agent; 0: all of a replica are of one
     max_restarts: int = 10  # per replica, within an hour
     min_replicas: int = 1
     log_dir: Path | None = None
@@ -62,6 +63,11 @@ class RunOptions:
             )
         if reason := beyond(self.replicas, self.ranks_per_replica):
             raise SettingsError(f"--replicas and --ranks-per-replica: {reason}.")
+        if self.host_ranks and not 2 <= self.host_ranks <= self.ranks_per_replica:
+            raise SettingsError(
+                f"--host-ranks {self.host_ranks}: expected 2 to {self.ranks_per_replica}, the ranks of a replica; "
+                "leave the option away for no host agents."
+            )
         if not 1 <= self.min_replicas <= self.replicas:
             raise SettingsError(
                 f"--min-replicas {self.min_replicas}: expected 1 to {self.replicas}, the number of replicas."

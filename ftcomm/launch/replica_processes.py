@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from ftcomm.control.agent_ranks import agent_ranks
 from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import InitError
 from ftcomm.launch import reaper
@@ -173,16 +174,23 @@ class ReplicaProcesses:
                 # comes first finds its leader listening.
                 leader = stack.enter_context(socket.create_server((self.host, 0)))
                 environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
+            agent: socket.socket | None = None
             for rank in range(self._options.ranks_per_replica):
-                environment["FTCOMM_SHARD"] = str(rank)
-                environment.update(torchrun.of_rank(self._options, self.number, rank, self.starts - 1))
+                own = {"FTCOMM_SHARD": str(rank)}
+                own |= torchrun.of_rank(self._options, self.number, rank, self.starts - 1)
                 pass_fds: tuple[int, ...] = ()
                 if leader is not None and rank == 0:
                     pass_fds = (leader.fileno(),)
-                    environment["FTCOMM_LEADER_FD"] = str(leader.fileno())
-                else:
-                    environment.pop("FTCOMM_LEADER_FD", None)
-                self._start_rank(rank, environment, pass_fds)
+                    own["FTCOMM_LEADER_FD"] = str(leader.fileno())
+                agents = agent_ranks(rank, self._options.host_ranks, self._options.ranks_per_replica)
+                if agents and rank == agents.start:
+                    agent = stack.enter_context(socket.create_server((self.host, 0)))
+                    pass_fds = (agent.fileno(),)
+                    own["FTCOMM_HOST_AGENT_FD"] = str(agent.fileno())
+                if agents and agent is not None:
+                    own["FTCOMM_HOST_AGENT"] = f"{self.host}:{agent.getsockname()[1]}"
+                    own["FTCOMM_HOST_RANKS"] = str(self._options.host_ranks)
+                self._start_rank(rank, {**environment, **own}, pass_fds)
 
     def _start_rank(self, rank: int, environment: Mapping[str, str], pass_fds: tuple[int, ...]) -> None:
         mark = self._run_dir.mark(self.number, self.starts - 1, rank)
@@ -257,7 +265,8 @@ def rank_environment(options: RunOptions, coordinator: str, token: str, job: str
     """Returns the variables that all ranks of a run have in common, on top of the launcher's own environment but for
     the token of the live view: a script that prints its environment as it fails would show it to whoever may read the
     history."""
-    inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", *torchrun.OUTER)  # of another launcher around us
+    agents = ("FTCOMM_HOST_AGENT", "FTCOMM_HOST_AGENT_FD", "FTCOMM_HOST_RANKS")
+    inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", *agents, *torchrun.OUTER)  # of another launcher around us
     kept = os.environ.keys() - {*inherited, "FTCOMM_DASHBOARD_TOKEN"}
     environment = {name: os.environ[name] for name in kept}
     environment.update(torchrun.of_job(options, job, store))

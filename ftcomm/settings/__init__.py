@@ -24,7 +24,8 @@ MAX_LABEL = 256  # characters, as of a `Name` in ftcomm.control.field_types
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Times are seconds. `leader` is where shard 0 of this replica listens; unused with one rank a replica."""
+    """Times are seconds. `leader` is where shard 0 of this replica listens; unused with one rank a replica.
+    `host_agent` is where the agent of this host does, in a replica of which each host has `host_ranks` ranks."""
 
     coordinator: str
     token: str = dataclasses.field(repr=False)
@@ -34,6 +35,9 @@ class Settings:
     ranks_per_replica: int = 1
     leader: str = ""
     leader_fd: int | None = None
+    host_agent: str = ""  # "": the ranks of all hosts connect to the leader
+    host_ranks: int = 0
+    host_agent_fd: int | None = None
     transport: str = "auto"
     host: str = "127.0.0.1"  # an address or interface to listen on; "": as the way to the coordinator has it
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts.derive)
@@ -68,6 +72,9 @@ class Settings:
             ranks_per_replica=ranks,
             leader=env.get("FTCOMM_LEADER", ""),
             leader_fd=_int(env, "FTCOMM_LEADER_FD") if "FTCOMM_LEADER_FD" in env else None,
+            host_agent=env.get("FTCOMM_HOST_AGENT", ""),
+            host_ranks=_int(env, "FTCOMM_HOST_RANKS", 0),
+            host_agent_fd=_int(env, "FTCOMM_HOST_AGENT_FD") if "FTCOMM_HOST_AGENT_FD" in env else None,
             host=env.get("FTCOMM_HOST", ""),
             **own(env),
         )
@@ -121,6 +128,13 @@ class Settings:
             )
         if self.leader:
             split_endpoint(self.leader, "FTCOMM_LEADER")
+        if self.host_agent:
+            split_endpoint(self.host_agent, "FTCOMM_HOST_AGENT")
+            if self.host_ranks < 1:
+                raise SettingsError(
+                    f"FTCOMM_HOST_AGENT={self.host_agent} with FTCOMM_HOST_RANKS={self.host_ranks}; set that to how "
+                    "many ranks of the replica each host has, so that the first one there starts the agent."
+                )
 
     def check_engine(self) -> None:
         """Raise `SettingsError`, with what to type, if the engine does not exist, or does not go with the other

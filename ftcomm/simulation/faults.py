@@ -275,6 +275,8 @@ class Faults:
                     rank.break_up_link()
                 if one.leader is not None:
                     one.leader.break_up_link()
+                if one.agent is not None:
+                    one.agent.break_up_link()
         elif kind == "flap":
             self._flap(replica)
         elif kind == "leave":
@@ -398,8 +400,8 @@ class Faults:
 
     def processes(self) -> list[Process]:
         """Returns those of all replicas."""
-        leaders = (other.leader for other in self.job.replicas)
-        return [*self._everybody(), *(leader for leader in leaders if leader is not None and leader.alive)]
+        others = [process for other in self.job.replicas for process in (other.leader, other.agent)]
+        return [*self._everybody(), *(process for process in others if process is not None and process.alive)]
 
     def _hosts(self) -> list[int]:
         """Returns the hosts of all ranks."""
@@ -411,20 +413,24 @@ class Faults:
 
     def kill(self, replica: Replica) -> None:
         self.excuse(replica, "killed")
-        first = self.random.randrange(len(replica.ranks) + (replica.leader is not None))
-        if first < len(replica.ranks):
+        ranks = len(replica.ranks)
+        first = self.random.randrange(ranks + (replica.leader is not None) + (replica.agent is not None))
+        if first < ranks:
             self.job.kill(replica, first=first)
-        else:
+        elif first == ranks:
             self.job.kill_leader(replica)
+        else:
+            self.job.kill_agent(replica)
 
     def _freeze(self, replica: Replica, seconds: float) -> None:
-        """SIGSTOP to one rank, or to all, the leader among them."""
+        """SIGSTOP to one rank, or to all, the leader and the agent among them."""
         if not replica.ranks:
             return  # it has not started yet
         timeouts = self.scenario.timeouts
         if seconds > 0.8 * (timeouts.op_floor + timeouts.grace):
             self.excuse(replica, "stopped", stalls=True)
-        ranks: list[Process] = [*replica.ranks, *([] if replica.leader is None else [replica.leader])]
+        others = [process for process in (replica.leader, replica.agent) if process is not None]
+        ranks: list[Process] = [*replica.ranks, *others]
         ranks = ranks if self.random.random() < 0.5 else [self.random.choice(ranks)]
         for rank in ranks:
             rank.say("is stopped for %s s", seconds)
@@ -523,6 +529,8 @@ class Faults:
                 rank.slow = min(rank.slow, 20.0)
             if replica.leader is not None and self.scenario.kind != "frozen":
                 self._thaw(replica.leader)
+            if replica.agent is not None and self.scenario.kind != "frozen":
+                self._thaw(replica.agent)
             for script in replica.scripts:
                 script.stuck, script.misses = False, None
         if self.scenario.kind != "quiet":

@@ -13,7 +13,15 @@ from ftcomm.simulation.faults import Faults
 from ftcomm.simulation.job import SimulatedJob
 from ftcomm.simulation.network import SimulatedNetwork
 from ftcomm.simulation.promises import BrokenPromise, Promises
-from ftcomm.simulation.scenario import draw, with_groups, with_loops, with_protection, with_small_ops, with_statics
+from ftcomm.simulation.scenario import (
+    draw,
+    with_agents,
+    with_groups,
+    with_loops,
+    with_protection,
+    with_small_ops,
+    with_statics,
+)
 from ftcomm.simulation.world import World
 
 # Kinds of histories in which some holder is never hit.
@@ -47,9 +55,11 @@ def run(
     traced: bool = False,
     extended: bool = True,
     trees: bool = False,
+    agents: bool = False,
 ) -> History:
     """The history of a seed; the same for the same arguments. Raises nothing that happens in it. Some that are
-    `extended` have static groups, or protected data. `trees`: with small ops, which go through a tree."""
+    `extended` have static groups, or protected data. `trees`: with small ops, which go through a tree.
+    `agents`: with replicas of several ranks and hosts, which have host agents."""
     began = time.process_time()
     world = World(seed, traced=traced, trees=trees)
     scenario = draw(world.random, least, most, kinds)
@@ -64,6 +74,8 @@ def run(
         scenario = with_protection(scenario, random.Random(f"protection of {seed}"))
     if trees:
         scenario = with_small_ops(scenario, random.Random(f"small ops of {seed}"))
+    if agents:
+        scenario = with_agents(scenario)
     promises = Promises()
     network = SimulatedNetwork(world, scenario.conditions, scenario.data, attacked=scenario.kind == "attacked")
     job = SimulatedJob(scenario, world, network, promises)

@@ -11,10 +11,12 @@ from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control.blame import Removal
 from ftcomm.control.finishes import NO_FINISHES, Finishes
+from ftcomm.control.host_agent import HostAgent
 from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
-from ftcomm.control.views import View
+from ftcomm.control.views import Address, View
+from ftcomm.simulation.host_agent import SimulatedHostAgent
 from ftcomm.simulation.leader import COORDINATOR, SimulatedLeader
 from ftcomm.simulation.network import SimulatedConnection, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
@@ -141,11 +143,17 @@ class Replica:
         self.number, self.hosts = number, hosts
         self.ranks: list[SimulatedRank] = []
         self.leader: SimulatedLeader | None = None  # a process of its own, if there are several ranks
+        self.agent: SimulatedHostAgent | None = None  # of the host of all ranks but the first
         self.scripts: list[Script] = []
         self.running = False
         self.over = False
         self.lives = 0
         self.codes: list[int] = []
+
+
+def _has_lost_its_leader(replica: Replica) -> bool:
+    """Whether the leader or the agent of a replica has ended, so that it is about to end, too."""
+    return any(process is not None and not process.alive for process in (replica.leader, replica.agent))
 
 
 class SimulatedJob:
@@ -245,6 +253,7 @@ class SimulatedJob:
             for replica in self.replicas
             if replica.running
             and all(rank.alive and rank.holds_state and not rank.gone and not rank.left for rank in replica.ranks)
+            and not (self.scenario.agents and _has_lost_its_leader(replica))
             and not (at_work and any(rank.finishing for rank in replica.ranks))
             and any(view.has(replica.number, replica.ranks[0].incarnation) for view in newest)
         ]
@@ -271,7 +280,8 @@ class SimulatedJob:
         replica.ranks = []
         replica.scripts = []
         ports = self._ports
-        self._ports += scenario.ranks + (scenario.ranks > 1)
+        self._ports += scenario.ranks + (scenario.ranks > 1) + scenario.agents
+        agent_port = ports + scenario.ranks + 1 if scenario.agents else None
         for index in range(scenario.ranks):
             rank = SimulatedRank(
                 world,
@@ -285,6 +295,7 @@ class SimulatedJob:
                 incarnation=incarnation,
                 port=ports + index,
                 leader_port=ports + scenario.ranks,
+                agent_port=agent_port if index else None,
                 timeouts=self.timeouts,
                 burst=scenario.burst,
                 pace=scenario.pace,
@@ -298,6 +309,8 @@ class SimulatedJob:
             replica.ranks.append(rank)
         if scenario.ranks > 1:
             replica.leader = self._start_leader(replica.ranks[0], ports + scenario.ranks)
+        if agent_port is not None:
+            replica.agent = self._start_agent(replica, ports + scenario.ranks, agent_port)
         for rank in replica.ranks:
             script = Script(rank, self.work)
             replica.scripts.append(script)
@@ -313,6 +326,29 @@ class SimulatedJob:
         self.network.listeners[port] = leader
         leader.start()
         return leader
+
+    def _start_agent(self, replica: Replica, leader_port: int, port: int) -> SimulatedHostAgent:
+        first, ranks = replica.ranks[1], len(replica.ranks)
+        address = Address(f"host{first.host}", port % 65536, f"boot{first.host}", port, 0, f"{port:032x}")
+        node = HostAgent(replica.number, range(1, ranks), ranks, self.timeouts, address, f"host{first.host}")
+        name = f"{first.incarnation}/agent"
+        agent = SimulatedHostAgent(
+            *(self.world, self.network, node, name, first.host, leader_port, self.timeouts), on_end=self.network.end
+        )
+        agent.rate, agent.offset = first.rate, first.offset
+        self.network.listeners[port] = agent
+        agent.start()
+        return agent
+
+    def kill_agent(self, replica: Replica) -> None:
+        """Kill the agent; its first rank sees that a moment later."""
+        agent = replica.agent
+        if agent is not None and agent.alive:
+            agent.say("dies")
+            self.network.end(agent)
+            first = replica.ranks[1]
+            pause = 0.0005 * (1 + self.world.random.random())
+            self.world.after(pause, first, first.leader_ended, "its host agent has ended")
 
     def kill_leader(self, replica: Replica) -> None:
         """Kill the leader; its shard 0 sees that a moment later."""
@@ -331,7 +367,7 @@ class SimulatedJob:
 
     def lose_ports(self, replica: Replica) -> None:
         """End a replica for good; other programs have its ports from then on."""
-        for process in (*replica.ranks, replica.leader):
+        for process in (*replica.ranks, replica.leader, replica.agent):
             if process is not None and process.alive:
                 process.say("dies, and another program listens at its port")
                 self.network.end(process, port_taken=True)
@@ -356,6 +392,11 @@ class SimulatedJob:
                 self.network.end(leader, power=True)
             elif leader is not None:
                 self.world.after(0.0005 * (1 + self.world.random.random()), leader, leader.rank_0_ended, well)
+            agent = replica.agent if rank in replica.ranks[1:2] else None
+            if agent is not None and agent.alive and power:
+                self.network.end(agent, power=True)
+            elif agent is not None:
+                self.world.after(0.0005 * (1 + self.world.random.random()), agent, agent.first_rank_ended, well)
 
     def _exits(self, replica: Replica, rank: SimulatedRank, code: int) -> None:
         rank.say("exits with %s", code)
@@ -382,6 +423,8 @@ class SimulatedJob:
                     self._end_rank(replica, rank)
                 if replica.leader is not None and replica.leader.alive:
                     self.network.end(replica.leader)
+                if replica.agent is not None and replica.agent.alive:
+                    self.network.end(replica.agent)
                 replica.running = False
                 for rank in replica.ranks:
                     rank.holds_state = False
@@ -420,6 +463,8 @@ class SimulatedJob:
         for replica in self.replicas:
             if replica.leader is not None:
                 lines.append(f"{replica.leader.name}: alive={replica.leader.alive} frozen={replica.leader.frozen}")
+            if replica.agent is not None:
+                lines.append(f"{replica.agent.name}: alive={replica.agent.alive} frozen={replica.agent.frozen}")
             for rank in replica.ranks:
                 node = rank.node
                 stream, inflight = rank.exchange.core.stream, rank.exchange.inflight

@@ -34,6 +34,9 @@ class SimulatedLeader(Process):
         self.node = node
         self._network, self._timeouts, self._on_end = network, timeouts, on_end
         self._ranks: dict[int, SimulatedConnection] = {}
+        self._agents: dict[range, SimulatedConnection] = {}  # host agents, by their ranks
+        self._agent_ports: dict[range, int] = {}
+        self._carried: dict[int, SimulatedConnection] = {}  # of ranks that have said who they are by an agent
         self._up: SimulatedLink | None = None
         self._end: bool | None = None  # shard 0 has ended, well or not
 
@@ -55,6 +58,9 @@ class SimulatedLeader(Process):
             self._up.break_()
 
     def accepts(self, connection: SimulatedConnection, purpose: str, fields: dict[str, Any]) -> bool:
+        if purpose == "agent":
+            self._accepts_agent(connection, fields["shards"])
+            return True
         if purpose != "rank":
             return False
         shard = fields["shard"]
@@ -72,6 +78,60 @@ class SimulatedLeader(Process):
         connection.told = ViewsSent(shard)
         connection.closed[1] = lambda _: self._rank_lost(shard, connection)
         return True
+
+    def _accepts_agent(self, connection: SimulatedConnection, shards: range) -> None:
+        greeted: set[int] = set()
+
+        def received(message: m.Message) -> None:
+            now = self.clock()
+            if isinstance(message, m.AgentHello):
+                self._agents[shards] = connection
+                self._agent_ports[shards] = message.address.pid
+                return
+            assert isinstance(message, m.Enclosed)
+            self._do(self.node.agent_heard(shards, now))
+            for shard in message.shards:
+                if isinstance(message.message, m.Hello) or shard not in greeted:
+                    answer = self.node.turned_away(message.message)
+                    if answer is not None:
+                        connection.send(1, m.Enclosed((shard,), answer))
+                        return
+                    greeted.add(shard)
+                self._carried[shard] = connection
+            for shard in message.shards:
+                self._do(self.node.from_rank(shard, message.message, now))
+
+        def closed(reason: object) -> None:
+            for shard in greeted:
+                if self._carried.get(shard) is connection:
+                    del self._carried[shard]
+            if self._agents.get(shards) is connection:
+                del self._agents[shards]
+                self._seek_agent(shards, self.clock())
+
+        connection.receive[1] = received
+        connection.told = ViewsSent(shards.start, len(shards))
+        connection.closed[1] = closed
+
+    def _seek_agent(self, shards: range, begun: float) -> None:
+        """Find out whether an agent has ended whose connection has."""
+
+        def told(outcome: ProbeOutcome) -> None:
+            if shards in self._agents:
+                return
+            if outcome is ProbeOutcome.ENDED:
+                self._do(self.node.rank_lost(shards.start, "its host agent has ended"))
+                return
+            if outcome is ProbeOutcome.REFUSED:
+                self._do(self.node.rank_refused(shards.start, "its host agent is lost: refused"))
+            if outcome is ProbeOutcome.ANSWERED or (
+                outcome is ProbeOutcome.MUTE and self.clock() - begun < self._timeouts.op
+            ):
+                self._do(self.node.agent_acknowledged(shards, self.clock()))
+            self.after(self._timeouts.beat, self._seek_agent, shards, begun)
+
+        if shards not in self._agents:
+            self._network.probe(self, self._agent_ports[shards], told)
 
     def _rank_lost(self, shard: int, connection: SimulatedConnection) -> None:
         if self._ranks.get(shard) is connection:  # else it is here again, by another one
@@ -124,6 +184,10 @@ class SimulatedLeader(Process):
             seconds = connection.unanswered(1)
             if seconds is not None:
                 self._do(self.node.rank_acknowledged(shard, now - seconds))
+        for shards, connection in self._agents.items():
+            seconds = connection.unanswered(1)
+            if seconds is not None:
+                self._do(self.node.agent_acknowledged(shards, now - seconds))
         self._do(self.node.tick(now))
 
     def _do(self, actions: Sequence[ToCoordinator | ToRank]) -> None:
@@ -133,3 +197,6 @@ class SimulatedLeader(Process):
                     self._up.send(action.message)
             elif action.shard in self._ranks:
                 self._ranks[action.shard].send(1, action.message)
+            elif action.shard in self._carried:
+                told = m.Enclosed((action.shard,), action.message)  # type: ignore[arg-type]
+                self._carried[action.shard].send(1, told)

@@ -68,6 +68,7 @@ class SimulatedRank(Process):
         incarnation: str,
         port: int,
         leader_port: int,
+        agent_port: int | None = None,
         timeouts: Timeouts,
         burst: int,
         pace: float,
@@ -102,6 +103,7 @@ class SimulatedRank(Process):
         self.leader = LeaderNode(replica, incarnation, ranks, timeouts) if index == 0 else None
         self._with_leader = RankWithLeader(self.node, self.leader) if self.leader is not None and ranks == 1 else None
         self._leader_port = leader_port
+        self._above = leader_port if agent_port is None else agent_port
         self._on_exit = on_exit
         self._up: SimulatedLink | None = None
         self._cache = PeerCache()
@@ -121,7 +123,7 @@ class SimulatedRank(Process):
     def start(self) -> None:
         self.say("starts on host %s", self.host)
         if self._with_leader is None:
-            self._up = self._link_up(self._leader_port)
+            self._up = self._link_up(self._above)
         else:
             self.do(self._with_leader.start())
             self._up = self._link_to_coordinator(self._with_leader.leader)
@@ -147,14 +149,18 @@ class SimulatedRank(Process):
             lambda target, connection: target.accepts(connection, "rank", fields),  # type: ignore[attr-defined]
             on_open=lambda: self.do(self.node.up_opened()),
             on_message=lambda message: self.do(self.node.from_up(message)),
-            on_down=lambda reason, ended: self.do(
-                self.node.up_lost(
-                    f"the way up is lost: {reason}",
-                    not ended and reason is NoConnection.REFUSED,
-                    self.network.listeners[port].host == self.host,
-                )
-            ),
+            on_down=self._up_lost,
         )
+
+    def _up_lost(self, reason: NoConnection, ended: bool) -> None:
+        refused = not ended and reason is NoConnection.REFUSED
+        here = self.network.listeners[self._above].host == self.host
+        lost = f"the way up is lost: {reason}", refused, here
+        has_begun = self.node.machine.incarnation and not self.node.has_finished
+        if self._above != self._leader_port and refused and has_begun:
+            self._tell_end("its host agent has ended", lambda: self.do(self.node.up_lost(*lost)))
+        else:
+            self.do(self.node.up_lost(*lost))
 
     def break_up_link(self) -> None:
         if self._up is not None:
@@ -202,18 +208,23 @@ class SimulatedRank(Process):
         if later is not None:
             connection.send(1, later)
 
-    def leader_ended(self) -> None:
-        """End with the leader, as `ftcomm.control.agent` does in shard 0, which tells the coordinator."""
+    def leader_ended(self, why: str = "its leader has ended") -> None:
+        """End with the leader, as `ftcomm.control.agent` does in shard 0, which tells the coordinator; or with the
+        agent of the host, in the first rank there."""
         if self.gone or self._up is None:
             return
         self._up.close()
         self._up = None
-        why, told = "its leader has ended", list[bool]()
+        self._tell_end(why, lambda: self.do(self.node.failed(why)))
+
+    def _tell_end(self, why: str, then: Callable[[], object]) -> None:
+        """Tell the coordinator that this replica ends, which no leader can by now."""
+        told = list[bool]()
 
         def end(*_: object) -> None:
             if not told:
                 told.append(True)
-                self.do(self.node.failed(why))
+                then()
 
         def tell(target: Process, connection: SimulatedConnection) -> bool:
             target.leaderless(self.replica, self.node.machine.incarnation, why)  # type: ignore[attr-defined]

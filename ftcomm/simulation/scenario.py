@@ -87,6 +87,7 @@ class Scenario:
     drains: bool
     wrong: int  # calls with other arguments
     data: str = "none"  # how data are protected between hosts
+    agents: bool = False  # all ranks but the first of a replica are on another host than that, and have an agent there
 
 
 def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ()) -> Scenario:
@@ -203,6 +204,13 @@ def with_small_ops(scenario: Scenario, rng: random.Random) -> Scenario:
     """The same, with ops of one chunk among its ops, which are atomic in any case."""
     counts = tuple(rng.choice((1, ELEMENTS, count)) for count in scenario.work.counts)
     return dataclasses.replace(scenario, work=dataclasses.replace(scenario.work, counts=counts))
+
+
+def with_agents(scenario: Scenario) -> Scenario:
+    """The same, with replicas of three ranks, on two hosts, with an agent on the second one."""
+    bases = [hosts[0] for hosts in scenario.hosts]
+    hosts = tuple((base, base + 50, base + 50) for base in bases)
+    return dataclasses.replace(scenario, ranks=3, hosts=hosts, agents=True)
 
 
 def with_protection(scenario: Scenario, rng: random.Random) -> Scenario:

@@ -23,8 +23,8 @@ _BATCH = 50  # seeds that a worker takes at a time
 _SHOWN = 5  # failing seeds that are told in full
 
 
-# First and last seed, least and most members, kinds, whether there are trees.
-_Batch = tuple[int, int, int, int, tuple[str, ...], bool]
+# First and last seed, least and most members, kinds, whether there are trees, and host agents.
+_Batch = tuple[int, int, int, int, tuple[str, ...], bool, bool]
 
 
 def _members(text: str) -> tuple[int, int]:
@@ -57,6 +57,7 @@ def _members(text: str) -> tuple[int, int]:
     help=f"Only histories of these kinds: {', '.join(sorted(KINDS))}.  [default: all of them]",
 )
 @click.option("--trees", is_flag=True, help="Small all-reduces go through a tree, however few members there are.")
+@click.option("--agents", is_flag=True, help="Replicas have three ranks on two hosts, with an agent on the second.")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
 @click.option("--replay", type=click.IntRange(0), metavar="SEED", help="Run one history, and print all that happens.")
 def simulate(
@@ -65,6 +66,7 @@ def simulate(
     members: tuple[int, int],
     kinds: tuple[str, ...],
     trees: bool,
+    agents: bool,
     jobs: int | None,
     replay: int | None,
 ) -> None:
@@ -74,19 +76,19 @@ def simulate(
     network are simulated. A seed is a whole history: members are killed, stopped, held, slowed down, cut off, restarted
     and survived by their children, the coordinator is all that and given an older store, and what users are promised is
     checked all the while. The seed of a history in which a promise does not hold is printed, and --replay with the same
-    --members, --kinds and --trees shows it again, event for event. Exits with 1 then.
+    --members, --kinds, --trees and --agents shows it again, event for event. Exits with 1 then.
     """
     least, most = members
     if replay is not None:
-        history = run(replay, least, most, *kinds, traced=True, trees=trees)
+        history = run(replay, least, most, *kinds, traced=True, trees=trees, agents=agents)
         for line in history.trace:
             click.echo(line)
         click.echo(history.broken or f"no promise is broken{f'; {history.ended}' if history.ended else ''}")
         sys.exit(1 if history.broken else 0)
     workers = jobs or len(os.sched_getaffinity(0))
     begins = range(first, first + seeds, _BATCH)
-    batches = [(begin, min(begin + _BATCH, first + seeds), least, most, kinds, trees) for begin in begins]
-    sys.exit(1 if _report(_watched(_all(batches, workers), seeds), workers, members, kinds, trees) else 0)
+    batches = [(begin, min(begin + _BATCH, first + seeds), least, most, kinds, trees, agents) for begin in begins]
+    sys.exit(1 if _report(_watched(_all(batches, workers), seeds), workers, members, kinds, trees, agents) else 0)
 
 
 def _all(batches: list[_Batch], workers: int) -> Iterator[list[History]]:
@@ -98,8 +100,8 @@ def _all(batches: list[_Batch], workers: int) -> Iterator[list[History]]:
 
 
 def _batch(batch: _Batch) -> list[History]:
-    begin, end, least, most, kinds, trees = batch
-    return [run(seed, least, most, *kinds, trees=trees) for seed in range(begin, end)]
+    begin, end, least, most, kinds, trees, agents = batch
+    return [run(seed, least, most, *kinds, trees=trees, agents=agents) for seed in range(begin, end)]
 
 
 def _watched(batches: Iterable[list[History]], seeds: int) -> Iterator[History]:
@@ -122,7 +124,12 @@ def _watched(batches: Iterable[list[History]], seeds: int) -> Iterator[History]:
 
 
 def _report(
-    histories: Iterator[History], workers: int, members: tuple[int, int], kinds: tuple[str, ...], trees: bool
+    histories: Iterator[History],
+    workers: int,
+    members: tuple[int, int],
+    kinds: tuple[str, ...],
+    trees: bool,
+    agents: bool,
 ) -> int:
     """Print what came of them; returns in how many a promise was broken."""
     began = time.monotonic()
@@ -143,7 +150,8 @@ def _report(
         if history.broken:
             broken.append(history)
     seconds = time.monotonic() - began
-    only = (f" --kinds {','.join(kinds)}" if kinds else "") + (" --trees" if trees else "")
+    flags = (" --trees" if trees else "") + (" --agents" if agents else "")
+    only = (f" --kinds {','.join(kinds)}" if kinds else "") + flags
     for history in sorted(broken, key=lambda history: history.seed)[:_SHOWN]:
         click.echo(f"seed {history.seed} ({history.kind}, {history.members} members): {history.broken}")
         click.echo(f"  ftcomm simulate --replay {history.seed} --members {members[0]}..{members[1]}{only}\n")

@@ -26,6 +26,7 @@ from typing import IO, Any
 import pytest
 
 import ftcomm
+from ftcomm.control.agent_ranks import agent_ranks
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.liveness import state
 from ftcomm.control.server import CoordinatorServer
@@ -82,14 +83,22 @@ class Notes:
 
 
 def _rank(
-    settings: Settings, path: Path, body: Body, arguments: dict[str, Any], listener: socket.socket | None
+    settings: Settings,
+    path: Path,
+    body: Body,
+    arguments: dict[str, Any],
+    listener: socket.socket | None,
+    agents: socket.socket | None,
 ) -> None:
+    """One rank. It listens for its leader, or for the agent of its host."""
     end_with_pytest()
     os.environ.setdefault("FTCOMM_LOG", "error")
     faulthandler.register(signal.SIGUSR1, file=path.with_suffix(".stack").open("w"))
     notes = Notes(path)
     if listener is not None:
         settings = dataclasses.replace(settings, leader_fd=listener.detach())
+    if agents is not None:
+        settings = dataclasses.replace(settings, host_agent_fd=agents.detach())
     try:
         arguments.get("prepare", lambda *_: None)(settings, arguments)
         group = ftcomm.init(settings)
@@ -144,16 +153,18 @@ class Job:
         engine: str = ENGINE,
         algorithm: str = "auto",
         data: str = "none",
+        host_ranks: int = 0,
         **arguments: Any,
     ) -> None:
-        """`arguments` are handed to the body, with the folder as `marks`; one named `prepare` is called with the
-        settings and them before a rank joins. Skips the test if the engine cannot do what it asks for; over a
-        transport where kernels cannot run whole ops, those of the session reduce."""
+        """`host_ranks`: so many ranks of a replica count as those of one host, and have an agent. `arguments` are
+        handed to the body, with the folder as `marks`; one named `prepare` is called with the settings and them before
+        a rank joins. Skips the test if the engine cannot do what it asks for; over a transport where kernels cannot run
+        whole ops, those of the session reduce."""
         if transport not in ("auto", "shm"):
             engine = engine_kind(engine).reducer or engine
         if verify and engine_kind(engine).runs_ops:
             only_on_host("FTCOMM_VERIFY=1", engine)
-        self.folder, self.replicas, self.ranks = folder, replicas, ranks
+        self.folder, self.replicas, self.ranks, self._host_ranks = folder, replicas, ranks, host_ranks
         if "elements" in arguments:
             arguments["elements"] = min(arguments["elements"], MOST)
         self._body, self._arguments = body, {**arguments, "marks": str(folder)}
@@ -263,7 +274,11 @@ class Job:
         self._lives += 1
         listener = self._listener(replica) if self.ranks > 1 else None
         leader = f"{self.host(replica)}:{listener.getsockname()[1]}" if listener else ""
+        agent = ""
         for rank in range(self.ranks):
+            shards = agent_ranks(rank, self._host_ranks, self.ranks)
+            agents = self._listener(replica) if rank in shards[:1] else None
+            agent = f"{self.host(replica)}:{agents.getsockname()[1]}" if agents else agent
             settings = Settings(
                 coordinator=self.endpoint,
                 token=TOKEN,
@@ -273,15 +288,19 @@ class Job:
                 shard=rank,
                 ranks_per_replica=self.ranks,
                 leader=leader,
+                host_agent=agent,
+                host_ranks=self._host_ranks,
                 host=self.host(replica, rank),
                 init_timeout=DEADLINE,
                 **self._settings,
             )
             path = self.folder / f"notes-{replica}-{rank}-{self._lives:04d}"
-            arguments = settings, path, self._body, self._arguments, listener if rank == 0 else None
+            arguments = settings, path, self._body, self._arguments, listener if rank == 0 else None, agents
             process = _context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             self.processes[replica, rank] = process
+            if agents:
+                agents.close()  # the first rank of the host has inherited it
         if listener:
             listener.close()  # rank 0 has inherited it
 

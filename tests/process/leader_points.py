@@ -77,7 +77,7 @@ def watch_leader(at: At) -> None:
 def watch_own_leader(folder: Path, replica: int) -> None:
     """Of the leader that this process is about to start."""
     os.environ[ORDERS] = f"{folder} {replica} {os.getpid()}"
-    own_leader.MODULE = __name__
+    own_leader.OwnLeader.module = __name__
 
 
 def leader_of(folder: Path, replica: int) -> int:

@@ -171,6 +171,37 @@ def test_a_rank_has_its_place_in_the_environment(here: Path) -> None:
     assert sorted(job.lines) == [(0, 0, "served rank 1"), (1, 0, "served rank 1")]
 
 
+def test_ranks_of_further_hosts_are_told_where_their_agent_is(here: Path) -> None:
+    """The first of each host gets the socket to which the others come; the ranks beside the leader have no agent."""
+    job = Job(
+        here,
+        """
+        import socket
+        from ftcomm.settings import Settings
+        settings = Settings.from_env()
+        shard, first = settings.shard, settings.shard // 2 * 2
+        if shard < 2:
+            assert (settings.host_agent, settings.host_agent_fd) == ("", None)
+            raise SystemExit(0)
+        assert settings.host_ranks == 2
+        host, port = settings.host_agent.split(":")
+        if shard == first:
+            agent = socket.socket(fileno=settings.host_agent_fd)
+            assert agent.getsockname() == (host, int(port))
+            print("served", agent.accept()[0].recv(10).decode())
+        else:
+            assert settings.host_agent_fd is None
+            socket.create_connection((host, int(port))).sendall(b"rank %d" % shard)
+        """,
+        replicas=1,
+        ranks_per_replica=6,
+        host_ranks=2,
+        env={MARK: str(here)},
+    )
+    assert job.run() == run.FINISHED, job.lines
+    assert sorted(job.lines) == [(0, 2, "served rank 3"), (0, 4, "served rank 5")]
+
+
 def test_the_token_is_in_no_command_line_and_no_event(here: Path) -> None:
     script = WAIT_FOR_GO + "print(os.environ['FTCOMM_TOKEN'])\nsys.exit(3)"  # its last lines are in an event
     job = Job(here, script, replicas=1, max_restarts=0, events=here / "events.jsonl")

@@ -13,9 +13,11 @@ from typing import Any
 from ftcomm.control import liveness
 from ftcomm.control.agent import Agent
 from ftcomm.control.links import listen
+from ftcomm.control.own_host_agent import AgentPlace
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
+from tests.rigs.host_agent import HostAgentThread
 from tests.rigs.idle_data_plane import IdleDataPlane
 from tests.rigs.leader import Led
 from tests.rigs.peers import CREDENTIALS, DEADLINE
@@ -72,6 +74,7 @@ class Job:
         self._events: list[dict[str, object]] = []
         self._agents: list[Agent] = []
         self._leaders: list[Led] = []
+        self._host_agents: list[HostAgentThread] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.server = CoordinatorServer(
@@ -83,7 +86,12 @@ class Job:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE)
 
     def agent(
-        self, replica: int, rank: int, leader: tuple[str, int] | None = None, leader_socket: socket.socket | None = None
+        self,
+        replica: int,
+        rank: int,
+        leader: tuple[str, int] | None = None,
+        leader_socket: socket.socket | None = None,
+        host_agent: AgentPlace | None = None,
     ) -> Agent:
         sock = listen("127.0.0.1", 0)
         nonce = f"{replica:016x}{rank:016x}"
@@ -99,6 +107,7 @@ class Job:
             sock=sock,
             address=Address(*sock.getsockname(), liveness.boot(), 1, 3, nonce, network=liveness.network()),
             timeouts=self._timeouts,
+            host_agent=host_agent,
         )
         self._agents.append(made)
         made.start()
@@ -108,6 +117,12 @@ class Job:
         """The leader of a replica of several ranks, in a thread of the test."""
         made = Led(self.coordinator, CREDENTIALS, self._timeouts, self._ranks, replica)
         self._leaders.append(made)
+        return made
+
+    def host_agent(self, leader: tuple[str, int], shards: range, replica: int = 0) -> HostAgentThread:
+        """The agent of these ranks, in a thread of the test."""
+        made = HostAgentThread(leader, CREDENTIALS, self._timeouts, shards, self._ranks, replica)
+        self._host_agents.append(made)
         return made
 
     @property
@@ -120,6 +135,8 @@ class Job:
     def close(self) -> None:
         for agent in self._agents:
             agent.stop()
+        for host_agent in self._host_agents:
+            host_agent.close()
         for leader in self._leaders:
             leader.close()
         self.do(self.server.stop())

@@ -82,6 +82,20 @@ def test_no_promise_is_broken_by_a_tree(kind: str, least: int, most: int, seeds:
     assert returns > 12 * seeds
 
 
+@pytest.mark.parametrize(
+    ("kind", "first"), [("kills", 0), ("resets", 0), ("growth", 0), ("held", 0), ("halves", 0), ("divided", 0)]
+)
+def test_no_promise_is_broken_with_host_agents(kind: str, first: int) -> None:
+    """Which are killed, stopped and cut off as their ranks are. `ftcomm simulate --agents` runs more."""
+    returns = 0
+    for seed in range(first, first + 5):
+        history = run(seed, 2, 5, kind, agents=True)
+        again = f"ftcomm simulate --replay {seed} --members 2..5 --kinds {kind} --agents"
+        assert not history.broken, f"{history.broken}\n{again}"
+        returns += history.returns
+    assert returns > 100
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_no_survivor_goes_with_members_that_hold_the_job_up_one_after_the_other(
     told: bool, monkeypatch: pytest.MonkeyPatch

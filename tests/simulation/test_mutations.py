@@ -37,12 +37,14 @@ from ftcomm.control.blame import Blame
 from ftcomm.control.decisions import Decisions
 from ftcomm.control.detector import Detector
 from ftcomm.control.finishes import NO_FINISHES
+from ftcomm.control.host_agent import HostAgent
 from ftcomm.control.job_views import JobViews
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader import Leader
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.member import Machine
+from ftcomm.control.merged import Merged
 from ftcomm.control.rank_node import RankNode
 from ftcomm.control.reconfiguration import Proposal, contributing
 from ftcomm.control.removals import Removals
@@ -902,6 +904,16 @@ def says_a_loss_once(patch: Patch) -> None:
     patch.setattr(Losses, "tick", quiet)
 
 
+def forgets_what_some_say(patch: Patch) -> None:
+    """A host agent forgets what some of its ranks have said if others have not said it a moment later."""
+
+    def forgetful(self: HostAgent) -> list[Any]:
+        self._merged = Merged(len(self.shards))
+        return []
+
+    patch.setattr(HostAgent, "flush", forgetful)
+
+
 def _open(patch: Patch, word: int) -> None:
     is_open = Gate.is_open
     patch.setattr(Gate, "is_open", lambda self, count: self.word == word or is_open(self, count))
@@ -1060,6 +1072,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "tells-on-where-it-stopped": (tells_on_where_it_stopped, "resets", 40),
     "addresses-of-another-group": (addresses_of_another_group, "kills", 40),
     "says-a-loss-once": (says_a_loss_once, "severed", 40),
+    "forgets-what-some-say": (forgets_what_some_say, "calm", 40),
     "sums-before-it-is-there": (sums_before_it_is_there, "kills", 20),
     "copies-before-it-is-there": (copies_before_it_is_there, "kills", 20),
     "answers-for-others": (answers_for_others, "kills", 100),
@@ -1071,6 +1084,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "owes-an-answer": (owes_an_answer, "storm", 100),
 }
 # Those of the tree: in histories of three members and more with small ops, all of which go through one.
+AGENTS = {"forgets-what-some-say"}  # in histories with host agents
 TREES = tuple(MUTATIONS)[-9:]
 
 
@@ -1150,5 +1164,6 @@ def test_a_rule_taken_out_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
     first, step = FIRST.get(name, 0), STEP.get(name, 1)
     seeds_of = range(first, first + seeds, step)
     least, trees = (3, True) if name in TREES else (2, False)
-    noticed = any(run(seed, least, 6, kind, extended=name in STEP, trees=trees).broken for seed in seeds_of)
+    how = dict(extended=name in STEP, trees=trees, agents=name in AGENTS)
+    noticed = any(run(seed, least, 6, kind, **how).broken for seed in seeds_of)
     assert noticed, f"not noticed in {seeds} histories from seed {first} on"

@@ -73,6 +73,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["--replicas", "0", "train.py"], "--replicas 0: a job needs at least 1 replica"),
         (["--replicas", "2", "--ranks-per-replica", "0", "train.py"], "a replica needs at least 1 rank"),
+        (["--replicas", "2", "--ranks-per-replica", "4", "--host-ranks", "5", "train.py"], "expected 2 to 4"),
+        (["--replicas", "2", "--ranks-per-replica", "4", "--host-ranks", "1", "train.py"], "expected 2 to 4"),
         (["--replicas", "2", "--min-replicas", "3", "train.py"], "--min-replicas 3: expected 1 to 2"),
         (["--replicas", "2", "--max-restarts", "-1", "train.py"], "--max-restarts -1"),
         (["--replicas", "2", "--grace", "0", "train.py"], "--grace 0.0: expected a positive number of seconds"),

@@ -75,12 +75,12 @@ def resumed(rank: int, epoch: int, took: float) -> m.Report:
 
 def test_the_slowest_rank_speaks_for_all() -> None:
     said = Resumptions(3)
-    assert said.by_all(resumed(0, 1, 1.0)) is None
-    assert said.by_all(resumed(1, 1, 5.0)) is None
-    assert said.by_all(resumed(0, 2, 4.0)) is None, "a later view"
-    assert said.by_all(resumed(2, 2, 9.0)) is None
-    assert said.by_all(resumed(1, 2, 5.0)) == resumed(2, 2, 9.0)
-    assert Resumptions(1).by_all(resumed(0, 2, 4.0)) == resumed(0, 2, 4.0)
+    assert said.by_all(0, resumed(0, 1, 1.0)) is None
+    assert said.by_all(1, resumed(1, 1, 5.0)) is None
+    assert said.by_all(0, resumed(0, 2, 4.0)) is None, "a later view"
+    assert said.by_all(2, resumed(2, 2, 9.0)) is None
+    assert said.by_all(1, resumed(1, 2, 5.0)) == resumed(2, 2, 9.0)
+    assert Resumptions(1).by_all(0, resumed(0, 2, 4.0)) == resumed(0, 2, 4.0)
 
 
 @pytest.mark.parametrize("connected", [True, False])

@@ -105,6 +105,11 @@ def test_everything() -> None:
             {"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_SHARD": "0", "FTCOMM_LEADER": "x"},
             "FTCOMM_LEADER='x'; expected host:port",
         ),
+        (
+            {"FTCOMM_HOST_AGENT": "127.0.0.1:1"},
+            "FTCOMM_HOST_AGENT=127.0.0.1:1 with FTCOMM_HOST_RANKS=0; set that to how many ranks",
+        ),
+        ({"FTCOMM_HOST_AGENT": "x", "FTCOMM_HOST_RANKS": "2"}, "FTCOMM_HOST_AGENT='x'; expected host:port"),
         ({"FTCOMM_TRANSPORT": "pigeon"}, "expected one of auto, shm, nixl, tcp"),
         ({"FTCOMM_OP_TIMEOUT": "0"}, "FTCOMM_OP_TIMEOUT='0'; expected a positive number of seconds"),
         ({"FTCOMM_OP_TIMEOUT": "soon"}, "expected a positive number of seconds"),

@@ -1,0 +1,270 @@
+"""The process of a host agent: between the leader of a replica that has ranks on several hosts, and its ranks on one.
+The first rank of the host starts it, as its companion.
+
+    python -m ftcomm.control.host_agent_process     with the charge, and the socket to which the ranks come
+
+It ends with that rank, and the replica ends with either:
+
+    that rank ends           its pidfd tells the agent, which tells the leader, and ends
+    the agent ends           its connection tells that rank, and no rank finds it at its port: they tell the
+                             coordinator, and end
+    the agent is stopped     its kernel answers, so it is waited for, like a rank that is, and its replica removed as a
+                             stall
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from ftcomm.control import handshake, liveness
+from ftcomm.control import messages as m
+from ftcomm.control.companion import begin, charged, dismissed
+from ftcomm.control.dropped import drop
+from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToOwnLeader
+from ftcomm.control.leader_driver import AGENT
+from ftcomm.control.leader_process import FOR_RANKS, LAST, within
+from ftcomm.control.links import Listener, event_loop, listen
+from ftcomm.control.rank_connections import RankConnections, RankListener, Sought, seek
+from ftcomm.control.sealed import Channel
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.tls import Files, Tls
+from ftcomm.control.unstarted import NamedRank
+from ftcomm.control.upward_link import UpwardLink
+from ftcomm.control.view_differences import EncodedOnce
+from ftcomm.control.views import Address
+from ftcomm.control.witness import PURPOSE as WITNESS
+
+log = logging.getLogger("ftcomm.control")
+
+HELD = 0.02  # s for which a message waits for the same one of other ranks
+
+
+class AgentCharge(msgspec.Struct, frozen=True):
+    """All that a host agent has to know."""
+
+    replica: int
+    first: int  # the rank that has started it
+    count: int  # ranks on this host, from that one on
+    ranks: int  # of the replica
+    pid: int  # the process of that rank
+    leader: tuple[str, int]
+    token: str
+    job: str
+    tls: Files | None
+    timeouts: Timeouts
+    host: str  # the address of this host
+    level: int  # of the log
+
+    @property
+    def fields(self) -> handshake.Fields:
+        """Returns what an opening to the leader says of the agent."""
+        return {"replica": self.replica, "first": self.first, "count": self.count}
+
+    @property
+    def credentials(self) -> handshake.Credentials:
+        tls = None if self.tls is None else Tls(self.tls)
+        return handshake.Credentials(self.token, self.job, tls)
+
+
+_CHARGE = msgspec.json.Decoder(AgentCharge)
+
+
+class HostAgentProcess:
+    """Drives a host agent in the event loop in which it is made, until the rank that has started it has ended."""
+
+    def __init__(self, charge: AgentCharge, ranks: socket.socket) -> None:
+        """`ranks` listens for them."""
+        self._charge, self._socket, self._credentials = charge, ranks, charge.credentials
+        self._own = listen(charge.host, 0)  # where the leader finds it: that of the ranks may be a loopback
+        nonce = secrets.token_hex(16)
+        here = Address(
+            *(charge.host, self._own.getsockname()[1], liveness.boot(), os.getpid(), 0, nonce),
+            network=liveness.network(),
+            pids=liveness.pids(),
+        )
+        shards = range(charge.first, charge.first + charge.count)
+        self.node = HostAgent(charge.replica, shards, charge.ranks, charge.timeouts, here, liveness.processes())
+        self._connections = RankConnections(
+            RankListener(self.node.turned_away, self._from_rank, self._rank_closed), EncodedOnce()
+        )
+        self.ranks = self._connections.told
+        self.up = UpwardLink(
+            *(NamedRank.of(charge.replica, charge.first, charge.leader), "leader of the replica", charge.leader),
+            self._credentials,
+            AGENT,
+            charge.fields,
+            charge.host,
+            on_open=self._opened,
+            on_lost=self._lost,
+            trains=lambda: bool(self.node.life),
+        )
+        self._tried = asyncio.Event()  # to connect to the leader
+        self._flushes = False  # soon
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, begun: Callable[[], None], ended: asyncio.Future[bool]) -> None:
+        """Serve the ranks until the first one has `ended`, as it should (True) or not. `begun` is called when the agent
+        tries to reach the leader. Raises the error of a part of it, if there is one."""
+        self.up.open(lambda message: self._do(self.node.from_leader, message, time.monotonic()))
+        self._spawn(self._beats())
+        self._spawn(self._listen())
+        begun()
+        either: set[asyncio.Future[Any]] = {ended, self._broken}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._broken.done():
+            self._broken.result()
+        await self._end(ended.result())
+
+    async def _listen(self) -> None:
+        """Serve connections, of ranks as soon as it is known whether the leader is there."""
+        listeners = [Listener(self._own, self._credentials, self._serve, names={self.node.address.nonce})]
+        try:
+            await self._tried.wait()
+            listeners.append(Listener(self._socket, self._credentials, self._serve))
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for listener in listeners:
+                await listener.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+                self._broken.set_exception(error)
+
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+
+    # -- the leader ----------------------------------------------------------------------------------------------
+
+    def _opened(self) -> None:
+        self._tried.set()
+        self._do(self.node.opened, time.monotonic())
+
+    def _lost(self, reason: str, refused: bool, here: bool) -> None:
+        self._tried.set()
+        final = isinstance(self.up.refused, handshake.Refused)  # any other refusal may be forged
+        self._do(lambda: self.node.lost(reason, refused, here, final=final))
+
+    # -- the ranks -----------------------------------------------------------------------------------------------
+
+    async def _serve(self, channel: Channel, opening: handshake.Opening) -> None:
+        first, last = self._charge.first, self._charge.first + self._charge.count - 1
+        if opening.purpose == "rank":
+            handshake.number(opening.fields, "replica", least=self._charge.replica, most=self._charge.replica)
+            await self._connections.serve(channel, handshake.number(opening.fields, "shard", least=first, most=last))
+            return
+        channel.close()
+        if opening.purpose == WITNESS:
+            self._witnessed(opening.fields)
+        elif opening.purpose != "asked":  # a question whether this process lives
+            drop("purpose", f"a connection for {opening.purpose!r}, which a host agent does not serve")
+
+    def _witnessed(self, fields: handshake.Fields) -> None:
+        """Believe the kernel of a rank's container that the rank's process has ended."""
+        shard = handshake.number(fields, "shard", least=1)
+        there = self.node.addresses.get(shard)
+        if there is not None and there.nonce == handshake.text(fields, "nonce"):
+            self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended, says its host")
+
+    def _from_rank(self, shard: int, message: m.AnyMessage) -> None:
+        self._do(self.node.from_rank, shard, message)
+
+    def _rank_closed(self, shard: int, why: str) -> None:
+        self._do(self.node.rank_closed, shard)
+        there = self.node.addresses[shard]
+        tell = Sought(
+            is_back=lambda: shard in self.ranks,
+            ended=lambda: self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended"),
+            refused=lambda: self._do(self.node.rank_refused, shard, why),
+            acknowledged=lambda at: None,  # the kernel of this host answers for it
+        )
+        self._spawn(seek(there, self._credentials, self._charge.timeouts, tell))
+
+    # -- what the node wants -------------------------------------------------------------------------------------
+
+    def _do(self, event: Callable[..., Sequence[HostAgentAction]], *args: Any) -> None:
+        """Tell the node of an event, and carry out its actions."""
+        for action in event(*args):
+            if isinstance(action, ToOwnLeader):
+                if self.up.link is not None:
+                    self.up.link.send(action.message)
+            elif isinstance(action, EndConnections):
+                self._connections.close()
+            else:
+                for shard in action.shards:
+                    if (there := self.ranks.get(shard)) is not None:
+                        there.send(action.message)
+        if self.node.holds and not self._flushes:
+            self._flushes = True
+            asyncio.get_running_loop().call_later(HELD, self._flush)
+
+    def _flush(self) -> None:
+        self._flushes = False
+        self._do(self.node.flush)
+
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(self._charge.timeouts.beat)
+            now = time.monotonic()
+            seconds = None if self.up.link is None else self.up.link.unanswered()
+            if self.node.asks and seconds is not None:  # before anything more is sent
+                self._do(self.node.acknowledged, now - seconds)
+            self._do(self.node.tick, now)
+
+    async def _end(self, well: bool) -> None:
+        """Take what the first rank has said last, say that it has ended, and let the others have what came for them."""
+        await within(LAST, self._connections.closed(self._charge.first))
+        for task in self._tasks:
+            task.cancel()
+        if not well:
+            self._do(self.node.rank_lost, self._charge.first, f"its process {self._charge.pid} has ended")
+        self._do(self.node.flush)
+        up = [] if self.up.link is None else [self.up.link.flushed()]
+        await within(LAST, _all(*self._connections.flushed(), *up))
+        self.up.close()
+        self._connections.close()
+
+
+async def _all(*waits: Coroutine[Any, Any, None]) -> None:
+    await asyncio.gather(*waits)
+
+
+async def _run(charge: AgentCharge, sock: socket.socket, ranks: socket.socket, end: int) -> None:
+    ended = asyncio.get_running_loop().run_in_executor(None, dismissed, sock, end)
+    await HostAgentProcess(charge, ranks).run(lambda: begin(sock), ended)
+
+
+def main() -> None:
+    sock, data, descriptors = charged()
+    for number in FOR_RANKS:
+        signal.signal(number, signal.SIG_IGN)
+    charge = _CHARGE.decode(data)
+    logging.basicConfig(level=charge.level, format="%(asctime)s ftcomm %(levelname)s: %(message)s", stream=sys.stderr)
+    ranks, end = socket.socket(fileno=descriptors[0]), descriptors[1] if len(descriptors) > 1 else -1
+    try:
+        event_loop().run_until_complete(_run(charge, sock, ranks, end))
+        code = 0
+    except BaseException as error:
+        last = charge.first + charge.count - 1
+        who = charge.first, last, charge.replica
+        log.error("the agent of shards %d to %d of replica %d cannot go on: %r", *who, error, exc_info=error)
+        code = 1
+    os._exit(code)  # the thread that waits for the end of the first rank may still do
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The connections of ranks to their leader, or to the agent of their host, and what becomes of a rank whose connection
+has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+from ftcomm.control import handshake
+from ftcomm.control import messages as m
+from ftcomm.control.links import Told, serve_messages
+from ftcomm.control.probe import ProbeConnection
+from ftcomm.control.probe_schedule import ProbeOutcome
+from ftcomm.control.sealed import Channel
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.view_differences import EncodedOnce
+from ftcomm.control.views import Address
+
+
+class RankListener(NamedTuple):
+    """Hears of ranks, each named by its shard."""
+
+    turned_away: Callable[[m.AnyMessage], m.Message | None]  # the answer to a first message that is not a rank's
+    received: Callable[[int, m.AnyMessage], None]
+    closed: Callable[[int, str], None]  # its connection has ended, and why
+
+
+class RankConnections:
+    """The connections of the ranks that have said who they are, by shard in `told`. For one event loop."""
+
+    def __init__(self, listener: RankListener, once: EncodedOnce) -> None:
+        self.told: dict[int, Told] = {}
+        self._listener, self._once = listener, once
+        self._left = asyncio.Event()  # a connection has ended
+
+    async def serve(self, channel: Channel, shard: int) -> None:
+        """Serve the connection of a rank, and own the channel."""
+        told: list[Told] = []
+        greeted: list[Told] = []  # the same, once the rank has said who it is
+
+        def received(message: m.AnyMessage) -> None:
+            if not greeted:
+                if (answer := self._listener.turned_away(message)) is not None:
+                    told[0].send(answer)
+                    return
+                greeted.append(told[0])
+                self.told[shard] = told[0]
+            self._listener.received(shard, message)
+
+        why = await serve_messages(channel, received, lambda writer: told.append(Told(writer, self._once, shard)))
+        if greeted and self.told.get(shard) is greeted[0]:  # otherwise the rank has connected again
+            del self.told[shard]
+            self._left.set()
+            self._listener.closed(shard, why)
+
+    async def closed(self, shard: int) -> None:
+        """Wait until there is no connection of a rank."""
+        while shard in self.told:
+            self._left.clear()
+            await self._left.wait()
+
+    def flushed(self) -> list[Coroutine[Any, Any, None]]:
+        """Returns the waits until the kernel has all that was said."""
+        return [way.flushed() for way in self.told.values()]
+
+    def close(self) -> None:
+        for way in list(self.told.values()):
+            way.close()
+
+
+class Sought(NamedTuple):
+    """Hears what is found out about a process whose connection has ended."""
+
+    is_back: Callable[[], bool]  # there is a connection again, or nobody wants to know any more
+    ended: Callable[[], None]
+    refused: Callable[[], None]
+    acknowledged: Callable[[float], None]  # when its kernel has answered
+
+
+async def seek(there: Address, credentials: handshake.Credentials, timeouts: Timeouts, tell: Sought) -> None:
+    """Find out why a connection has ended. If our own kernel says so, the process has ended; if another host says so,
+    that is reported. Otherwise it connects again as soon as it runs. If no kernel answers, its silence will tell."""
+    begun = time.monotonic()
+    connection: ProbeConnection | None = None
+    try:
+        while not tell.is_back():
+            connection = connection or ProbeConnection(there, credentials, "asked", {})
+            outcome = await connection.outcome(timeouts.presence)
+            now = time.monotonic()
+            if tell.is_back():
+                return
+            if outcome is ProbeOutcome.ENDED:
+                tell.ended()
+                return
+            if outcome is ProbeOutcome.REFUSED:
+                tell.refused()
+            elif outcome is ProbeOutcome.ANSWERED or (outcome is ProbeOutcome.MUTE and now - begun < timeouts.op):
+                tell.acknowledged(now)
+            if outcome is not ProbeOutcome.MUTE:
+                connection.close()
+                connection = None
+            await asyncio.sleep(timeouts.beat)
+    finally:
+        if connection is not None:
+            connection.close()
