@@ -417,7 +417,7 @@ class Agent:
         if isinstance(message, m.Welcome) and self.shard:  # the leader is beside shard 0
             self._witness.call(message.processes)
         if isinstance(message, m.LeaderLost):
-            self._up.news = News(message.reason)
+            self._up.lost_above(message.reason)
         self._control.do(self._node.from_up, message)
 
     async def _main(self) -> None:
@@ -464,8 +464,9 @@ class Agent:
         """End with the agent of this host, which refuses no more to be there again. The rank that has started it may be
         held, so each tells it."""
         if self._node.machine.phase is not Phase.FAILED:
+            self._up.close()  # it is told once
             await self._tell_end(f"its host agent has ended: {reason}")
-            self._control.do(self._node.up_lost, reason, True, True)
+            self._control.do(self._node.host_agent_ended, reason)
 
     async def _tell_end(self, why: str) -> None:
         """Tell the coordinator that this replica ends, which no leader can by now."""

@@ -21,6 +21,7 @@ Shard = Annotated[int, Meta(ge=0, le=_NUMBER)]
 Epoch = Annotated[int, Meta(ge=0, lt=EPOCHS)]  # 0: none yet
 Step = Annotated[int, Meta(ge=-1, le=1 << 53)]  # -1: none yet
 Loop = Annotated[int, Meta(ge=0, le=1 << 53)]  # how many step loops a script has entered
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 PortNumber = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0, le=1 << 53)]
 OpNumber = Annotated[int, Meta(ge=-16, le=1 << 53)]  # below 0: a wait for something else than an op

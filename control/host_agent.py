@@ -31,7 +31,7 @@ from ftcomm.control.views import Address, View
 
 
 class ToOwnLeader(msgspec.Struct, frozen=True):
-    message: m.AgentHello | m.Enclosed
+    message: m.AgentHello | m.RankLost | m.Enclosed
 
 
 class ToRanks(msgspec.Struct, frozen=True):
@@ -54,11 +54,9 @@ class HostAgent:
     """The state machine of the agent of `shards`. Not thread-safe. Times are seconds of any origin. Every method
     returns actions in order."""
 
-    def __init__(
-        self, replica: int, shards: range, ranks: int, timeouts: Timeouts, address: Address, processes: str
-    ) -> None:
+    def __init__(self, shards: range, ranks: int, timeouts: Timeouts, address: Address, processes: str) -> None:
         """`ranks` are those of the replica; `processes` are those whose end the agent sees by itself."""
-        self.replica, self.shards = replica, shards
+        self.shards = shards
         self.addresses: dict[int, Address] = {}  # of the ranks that have said hello
         self.life = ""  # of the replica, as the leader has told it
         self.address, self._processes = address, processes
@@ -66,11 +64,16 @@ class HostAgent:
         self._beats = timeouts.beats(ranks)
         self._beat = 0  # of these, the one that comes next
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)
-        self._lost: m.LeaderLost | m.Removed | None = m.LeaderLost("the leader of the replica has not been reached yet")
+        self._openings = 0  # connections to the leader so far
+        # Why no rank may speak to the leader, in the message that tells each.
+        self._lost: m.LeaderLost | m.Removed | m.Welcome | None = m.LeaderLost(
+            "the leader of the replica has not been reached yet"
+        )
         self._silent = False  # that is why: its connection stands
+        self._answers = False  # since the last beat the kernel of a leader that is lost has answered
         self._ranks: set[int] = set()  # those that are connected, and have said hello
         self._welcome: set[int] = set()  # those of them that the leader has answered
-        self._ended: dict[int, str] = {}  # ranks whose process has ended: why; the leader may not have heard it
+        self._ended: dict[int, m.RankLost] = {}  # ranks whose process has ended; the leader may not have heard it
         self._forget()
         self._step, self._loop = -1, 0  # the newest that any rank is in
         self._view: View | None = None  # the newest in which this replica runs
@@ -86,8 +89,9 @@ class HostAgent:
     def opened(self, now: float) -> list[HostAgentAction]:
         """Note that the connection to the leader is there, for the first time or again."""
         self._above.heard(LEADER, now)
-        ended = (self._enclosed((shard,), m.Finished(False, why)) for shard, why in self._ended.items())
-        return [ToOwnLeader(m.AgentHello(self.address)), *ended, *self._begin_anew()]
+        self._openings += 1
+        hello = ToOwnLeader(m.AgentHello(self.address, self.life, self._openings))
+        return [hello, *map(ToOwnLeader, self._ended.values()), *self._begin_anew()]
 
     def _begin_anew(self) -> list[HostAgentAction]:
         self._lost, self._silent = None, False
@@ -102,7 +106,7 @@ class HostAgent:
         """Note that there is no connection to the leader; the arguments are as of `RankNode.up_lost`. `final`: it
         refuses this agent, and would do so again, so no rank waits for it that has not been taken in before."""
         lost = m.Removed(reason) if final and not self.life else m.LeaderLost(reason, refused, here)
-        self._silent = False
+        self._silent = self._answers = False
         if lost == self._lost:
             return []
         self._lost = lost
@@ -111,6 +115,7 @@ class HostAgent:
     def acknowledged(self, at: float) -> list[HostAgentAction]:
         """Note that the kernel of the leader has answered."""
         self._above.acknowledged(LEADER, at)
+        self._answers = self._lost is not None
         return []
 
     def from_leader(self, message: m.Message, now: float) -> list[HostAgentAction]:
@@ -118,6 +123,8 @@ class HostAgent:
         if not isinstance(message, m.Enclosed):
             return []
         inner = message.message
+        if isinstance(inner, m.Welcome) and self.life not in ("", inner.incarnation):
+            return self._belongs_to_an_earlier_life(inner)
         if isinstance(inner, m.Welcome):
             self.life = inner.incarnation
             self._welcome |= self._ranks & set(message.shards)
@@ -126,6 +133,11 @@ class HostAgent:
             self._view = inner.view
         return self._to_ranks([shard for shard in message.shards if shard in self._welcome], inner)
 
+    def _belongs_to_an_earlier_life(self, welcome: m.Welcome) -> list[HostAgentAction]:
+        """Let the ranks read, now or with their next hello, that the leader is that of another life: they end."""
+        self._lost = welcome
+        return self._to_ranks(sorted(self._ranks), welcome)
+
     def _to_ranks(self, shards: Sequence[int], message: m.Message) -> list[HostAgentAction]:
         return [ToRanks(tuple(shards), message)] if shards else []
 
@@ -133,9 +145,10 @@ class HostAgent:
 
     def turned_away(self, message: m.Message) -> m.Message | None:
         """Returns the answer to the first message of a connection that takes the place of none, as `LeaderNode` does;
-        None if it may be that of a rank of this life, which the leader knows."""
-        may_be = isinstance(message, m.Hello) and (not self.life or message.incarnation in ("", self.life))
-        return None if may_be else m.Welcome(self.life, self._processes)
+        None if it is that of a rank of this life. A rank knows the name of its life by its agent alone, so to one that
+        knows none yet any name is that of another."""
+        ours = isinstance(message, m.Hello) and message.incarnation in ("", self.life)
+        return None if ours else m.Welcome(self.life, self._processes)
 
     def from_rank(self, shard: int, message: m.Message) -> list[HostAgentAction]:
         """Take a message that a rank has sent over its connection, of which the first is its hello."""
@@ -158,7 +171,8 @@ class HostAgent:
     def _sign_of_life(self, shard: int, message: m.Heartbeat) -> list[HostAgentAction]:
         news = self._step < 0 <= message.step or message.loop > self._loop or message.divided
         self._step, self._loop = max(self._step, message.step), max(self._loop, message.loop)
-        if news:
+        if news:  # it may overtake what is held, as signs of life of different ranks may
+            self._spoke.discard(shard)
             return [self._enclosed((shard,), message)]
         self._spoke.add(shard)
         return []
@@ -171,15 +185,18 @@ class HostAgent:
 
     def rank_lost(self, shard: int, reason: str) -> list[HostAgentAction]:
         """Note that the process of a rank has ended."""
-        self._ended[shard] = reason
-        return self._tell(self._merged.say(shard, m.Finished(False, reason))) if self._lost is None else []
+        if shard not in self.addresses:
+            return []  # the leader has not heard of it either
+        self._ended[shard] = m.RankLost(shard, self.addresses[shard], reason, True)
+        return self._tell_lost(self._ended[shard])
 
     def rank_refused(self, shard: int, reason: str) -> list[HostAgentAction]:
         """Note that something refuses connections to a rank, which was connected: that is no proof."""
-        if self._lost is not None or not self.life:
-            return []
-        text = f"its shard {shard} is lost: {reason}"
-        return self._tell(self._merged.say(shard, m.Suspect(self.replica, self.life, text, False, shard)))
+        return self._tell_lost(m.RankLost(shard, self.addresses[shard], reason, False))
+
+    def _tell_lost(self, lost: m.RankLost) -> list[HostAgentAction]:
+        """Say what this agent itself has found out, after all that the rank has said."""
+        return [*self.flush(), ToOwnLeader(lost)] if self._lost is None else []
 
     @property
     def holds(self) -> bool:
@@ -214,6 +231,9 @@ class HostAgent:
             actions += self._begin_anew()
         for loss in self._losses.tick(self._view) if self._lost is None else ():
             actions += self._tell(self._merged.say(loss.shard, loss))
+        if self._answers and silent is None and isinstance(self._lost, m.LeaderLost) and not self._lost.refused:
+            actions += self._to_ranks(sorted(self._ranks), msgspec.structs.replace(self._lost, answers=True))
+        self._answers = False
         if self.asks:  # also to a leader that is not heard: its kernel may answer
             spoke, self._spoke = tuple(sorted(self._spoke)), set()
             actions += [*self.flush(), self._enclosed(spoke, m.Heartbeat(self._step, loop=self._loop))]

@@ -94,7 +94,7 @@ class HostAgentProcess:
             pids=liveness.pids(),
         )
         shards = range(charge.first, charge.first + charge.count)
-        self.node = HostAgent(charge.replica, shards, charge.ranks, charge.timeouts, here, liveness.processes())
+        self.node = HostAgent(shards, charge.ranks, charge.timeouts, here, liveness.processes())
         self._connections = RankConnections(
             RankListener(self.node.turned_away, self._from_rank, self._rank_closed), EncodedOnce()
         )
@@ -108,8 +108,10 @@ class HostAgentProcess:
             on_open=self._opened,
             on_lost=self._lost,
             trains=lambda: bool(self.node.life),
+            on_mute=self._mute,
         )
         self._tried = asyncio.Event()  # to connect to the leader
+        self._is_up = asyncio.Event()  # there is a connection to it
         self._flushes = False  # soon
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -152,12 +154,18 @@ class HostAgentProcess:
 
     def _opened(self) -> None:
         self._tried.set()
+        self._is_up.set()
         self._do(self.node.opened, time.monotonic())
 
     def _lost(self, reason: str, refused: bool, here: bool) -> None:
         self._tried.set()
+        self._is_up.clear()
         final = isinstance(self.up.refused, handshake.Refused)  # any other refusal may be forged
         self._do(lambda: self.node.lost(reason, refused, here, final=final))
+
+    def _mute(self) -> None:
+        self._tried.set()
+        self._do(self.node.lost, self.up.news.text)
 
     # -- the ranks -----------------------------------------------------------------------------------------------
 
@@ -226,15 +234,19 @@ class HostAgentProcess:
             self._do(self.node.tick, now)
 
     async def _end(self, well: bool) -> None:
-        """Take what the first rank has said last, say that it has ended, and let the others have what came for them."""
+        """Take what the first rank has said last, say that it has ended, and let the others hear what the leader
+        answers: why their replica ends, or that all of it have finished."""
         await within(LAST, self._connections.closed(self._charge.first))
-        for task in self._tasks:
-            task.cancel()
         if not well:
             self._do(self.node.rank_lost, self._charge.first, f"its process {self._charge.pid} has ended")
+            await within(LAST, self._is_up.wait())  # it hears that with the next connection, if there is none
         self._do(self.node.flush)
         up = [] if self.up.link is None else [self.up.link.flushed()]
         await within(LAST, _all(*self._connections.flushed(), *up))
+        if self._is_up.is_set():
+            await within(LAST, self._connections.closed())
+        for task in self._tasks:
+            task.cancel()
         self.up.close()
         self._connections.close()
 

@@ -367,6 +367,11 @@ class Leader:
         queued = m.Queued(reason, m.Stage.JOINING)
         return [ToRank(shard, queued) for shard in shards]
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether one of its ranks is lost, so that the replica ends."""
+        return self._lost
+
     def rank_lost(self, shard: int, reason: str, script: ScriptEnd | None = None) -> list[LeaderAction]:
         """The replica is the unit of failure: without one of its ranks it is lost. `script` is how that of the rank has
         ended, if it is known."""

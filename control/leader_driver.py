@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ftcomm.control import directory, handshake
 from ftcomm.control import messages as m
-from ftcomm.control.dropped import drop
 from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_agents import LeaderAgents
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import ToldAgent, serve_messages
-from ftcomm.control.liveness import agent_ended
 from ftcomm.control.rank_connections import RankConnections, RankListener, Sought, seek
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.upward_link import UpwardLink
 from ftcomm.control.view_differences import EncodedOnce
-from ftcomm.control.views import Address
 from ftcomm.control.witness import PURPOSE
 
 AGENT = "agent"  # the purpose of the connection of a host agent
@@ -36,7 +33,7 @@ class LeaderDriver:
     moved: is told of each coordinator that has taken the job over.
     up: the link to the coordinator.
     ranks: the connections of the ranks that have said who they are, by shard.
-    agents: those of host agents, by their ranks.
+    agents: host agents and their connections.
     closed: waits until there is no connection of a rank.
     """
 
@@ -68,8 +65,7 @@ class LeaderDriver:
         )
         self.ranks = self._connections.told
         self.closed = self._connections.closed
-        self.agents: dict[range, ToldAgent] = {}
-        self._carried: dict[int, ToldAgent] = {}  # of ranks that have said who they are by a host agent
+        self.agents: LeaderAgents[ToldAgent] = LeaderAgents(node, do, self.called)
 
     def open(self) -> None:
         """Connect to the coordinator."""
@@ -103,20 +99,7 @@ class LeaderDriver:
 
     def carry_out_all(self, actions: Sequence[ToCoordinator | ToRank]) -> None:
         """Carry actions out in order; an agent is told once what several of its ranks are told one after the other."""
-        if not self._carried:
-            for action in actions:
-                self.carry_out(action)
-            return
-        for _, run in itertools.groupby(actions, key=lambda action: id(action.message)):
-            shards: dict[ToldAgent, list[int]] = {}
-            for action in run:
-                message = action.message
-                if isinstance(action, ToRank) and (told := self._carried.get(action.shard)) is not None:
-                    shards.setdefault(told, []).append(action.shard)
-                else:
-                    self.carry_out(action)
-            for agent, those in shards.items():
-                agent.send(those, message)
+        self.agents.carry_out(actions, self.carry_out)
 
     def look(self) -> None:
         """Look which kernels answer, before anything more is sent to them."""
@@ -127,20 +110,20 @@ class LeaderDriver:
             seconds = self.ranks[shard].unanswered() if shard in self.ranks else None
             if seconds is not None:
                 self._do(self.node.rank_acknowledged, shard, now - seconds)
-        for shards, agent in list(self.agents.items()) if all_ else ():
+        for shards, agent in list(self.agents.connections.items()) if all_ else ():
             if (seconds := agent.unanswered()) is not None:
                 self._do(self.node.agent_acknowledged, shards, now - seconds)
 
     async def flushed(self) -> None:
         """Wait until the kernel has all that was said."""
-        agents = [agent.flushed() for agent in self.agents.values()]
+        agents = [agent.flushed() for agent in self.agents.connections.values()]
         up = [] if self.up.link is None else [self.up.link.flushed()]
         await asyncio.gather(*self._connections.flushed(), *agents, *up)
 
     def close(self) -> None:
         self.up.close()
         self._connections.close()
-        for agent in list(self.agents.values()):
+        for agent in list(self.agents.connections.values()):
             agent.close()
 
     async def serve(self, channel: Channel, opening: handshake.Opening) -> bool:
@@ -180,7 +163,7 @@ class LeaderDriver:
     def _rank_closed(self, shard: int, why: str) -> None:
         there = self.node.leader.addresses[shard]
         tell = Sought(
-            is_back=lambda: shard in self.ranks or shard in self._carried or self.up.link is None,
+            is_back=lambda: shard in self.ranks or shard in self.agents.carried or self.up.link is None,
             ended=lambda: self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended"),
             refused=lambda: self._do(self.node.rank_refused, shard, why),
             acknowledged=lambda at: self._do(self.node.rank_acknowledged, shard, at),
@@ -191,55 +174,11 @@ class LeaderDriver:
 
     async def _serve_agent(self, channel: Channel, shards: range) -> None:
         told: list[ToldAgent] = []
-        hellos: list[m.AgentHello] = []
 
         def received(message: m.AnyMessage) -> None:
-            if isinstance(message, m.AgentHello):
-                hellos.append(message)
-                self.agents[shards] = told[0]
-            elif isinstance(message, m.Enclosed) and hellos:
-                self._from_agent(told[0], message.shards, message.message)
+            self.agents.received(told[0], message, time.monotonic())
 
         why = await serve_messages(channel, received, lambda writer: told.append(ToldAgent(writer, self._once, shards)))
-        for shard in told[0].greeted if told else ():
-            if self._carried.get(shard) is told[0]:
-                del self._carried[shard]
-        if hellos and self.agents.get(shards) is told[0]:  # otherwise the agent has connected again
-            del self.agents[shards]
-            self._agent_closed(shards, hellos[-1].address, why)
-
-    def _from_agent(self, agent: ToldAgent, shards: Sequence[int], message: m.Message) -> None:
-        """Take what some ranks have said, of which each first says who it is."""
-        now = time.monotonic()
-        self._do(self.node.agent_heard, agent.shards, now)
-        for shard in shards:
-            if shard not in agent.shards:
-                drop("message", f"a host agent of shards {agent.shards} speaks for shard {shard}")
-                return
-            if isinstance(message, m.Hello) or shard not in agent.greeted:
-                if (answer := self.node.turned_away(message)) is not None:
-                    agent.send((shard,), answer)
-                    return
-                agent.greeted.add(shard)
-            self._carried[shard] = agent
-            if isinstance(message, m.CoordinatorAt):
-                self.called((message.host, message.port))
-                return
-        self._do(self._from_ranks, shards, message, now)
-
-    def _from_ranks(self, shards: Sequence[int], message: m.Message, now: float) -> list[ToCoordinator | ToRank]:
-        return [action for shard in shards for action in self.node.from_rank(shard, message, now)]
-
-    def _agent_closed(self, shards: range, there: Address, why: str) -> None:
-        """Seek an agent. The replica ends with it; as long as it lives, so do its ranks, as far as this host knows."""
-
-        def acknowledged(at: float) -> None:
-            self._do(self.node.agent_acknowledged, shards, at)
-
-        tell = Sought(
-            is_back=lambda: shards in self.agents or self.up.link is None,
-            ended=lambda: self._do(self.node.rank_lost, shards.start, agent_ended(there.pid)),
-            refused=lambda: self._do(self.node.rank_refused, shards.start, f"its host agent is lost: {why}"),
-            acknowledged=acknowledged,
-        )
-        self._spawn(seek(there, self._credentials, self._timeouts, tell))
+        if told and (there := self.agents.closed(told[0])) is not None:
+            tell = self.agents.sought(shards, there, why, is_over=lambda: self.up.link is None)
+            self._spawn(seek(there, self._credentials, self._timeouts, tell))

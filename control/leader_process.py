@@ -163,7 +163,7 @@ class LeaderProcess:
         self.driver.close()
 
 
-async def within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+async def within(seconds: float, work: Coroutine[Any, Any, object]) -> None:
     with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
         await wait_for(seconds, work)
 

@@ -131,7 +131,6 @@ class ToldAgent:
 
     def __init__(self, writer: wire.Writer, once: EncodedOnce, shards: range) -> None:
         self.shards = shards
-        self.greeted: set[int] = set()  # those that have said who they are
         self._writer, self._once, self._sent = writer, once, ViewsSent(shards.start, len(shards))
         self.unanswered, self.flushed, self.close = writer.unanswered, writer.flushed, writer.close
 

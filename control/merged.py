@@ -1,8 +1,8 @@
 """Merges what the ranks of one host say alike into one message for their leader. Pure.
 
 A message is held until all ranks of the host have said it, or until somebody calls `flush`, which is a moment later. It
-overtakes nothing of the same rank. What the leader makes of the merged one is what it would make of each of them: it
-takes the newest step, and the report of the slowest rank.
+overtakes nothing of the same rank, and is overtaken by a sign of life that is news (`HostAgent`). What the leader makes
+of the merged one is what it would make of each of them: it takes the newest step, and the report of the slowest rank.
 """
 
 from __future__ import annotations

@@ -392,19 +392,34 @@ class AllFinished(Message, frozen=True):
 
 
 class AgentHello(Message, frozen=True):
-    """The first message of a host agent to the leader. It says where the agent is reached."""
+    """The first message of a host agent to the leader. It says where the agent is reached, and names the life of the
+    replica, if the agent has been told one before. `opening` counts its connections."""
 
     address: Address
+    life: t.Name = ""
+    opening: t.Count = 1
+
+
+class RankLost(Message, frozen=True):
+    """A host agent tells the leader that the process at `address`, of rank `shard`, has ended (`proof`), or that
+    something refuses connections to it."""
+
+    shard: t.Shard
+    address: Address
+    reason: t.Text
+    proof: bool
 
 
 class LeaderLost(Message, frozen=True):
     """A host agent tells a rank that it does not reach the leader; `refused` and `here` are as of a rank's own
     connection (`RankNode.up_lost`). What the rank says meanwhile goes nowhere. When the leader is reached again, the
-    agent ends the connection, and the rank makes it anew, as if it had lost the leader by itself."""
+    agent ends the connection, and the rank makes it anew, as if it had lost the leader by itself. Meanwhile it is told
+    again each beat that the kernel of the leader `answers`."""
 
     reason: t.Text
     refused: bool = False
     here: bool = False
+    answers: bool = False
 
 
 # -- member <-> member -------------------------------------------------------------------------------------------
@@ -514,6 +529,7 @@ Carried = (
     | CoordinatorAt
     | AllFinished
     | AgentHello
+    | RankLost
     | LeaderLost
     | MemberProgress
     | Alive

@@ -46,7 +46,9 @@ class RankConnections:
                     told[0].send(answer)
                     return
                 greeted.append(told[0])
-                self.told[shard] = told[0]
+                before, self.told[shard] = self.told.get(shard), told[0]
+                if before is not None:
+                    before.close()  # nobody else speaks for that rank
             self._listener.received(shard, message)
 
         why = await serve_messages(channel, received, lambda writer: told.append(Told(writer, self._once, shard)))
@@ -55,9 +57,9 @@ class RankConnections:
             self._left.set()
             self._listener.closed(shard, why)
 
-    async def closed(self, shard: int) -> None:
-        """Wait until there is no connection of a rank."""
-        while shard in self.told:
+    async def closed(self, shard: int | None = None) -> None:
+        """Wait until there is no connection of a rank, or of any."""
+        while self.told if shard is None else shard in self.told:
             self._left.clear()
             await self._left.wait()
 
@@ -78,6 +80,19 @@ class Sought(NamedTuple):
     refused: Callable[[], None]
     acknowledged: Callable[[float], None]  # when its kernel has answered
 
+    def take(self, outcome: ProbeOutcome, now: float, begun: float, timeouts: Timeouts) -> bool:
+        """Take what a probe has found out; the search has `begun` at its first one. Returns whether it is over."""
+        if self.is_back():
+            return True
+        if outcome is ProbeOutcome.ENDED:
+            self.ended()
+            return True
+        if outcome is ProbeOutcome.REFUSED:
+            self.refused()
+        elif outcome is ProbeOutcome.ANSWERED or (outcome is ProbeOutcome.MUTE and now - begun < timeouts.op):
+            self.acknowledged(now)
+        return False
+
 
 async def seek(there: Address, credentials: handshake.Credentials, timeouts: Timeouts, tell: Sought) -> None:
     """Find out why a connection has ended. If our own kernel says so, the process has ended; if another host says so,
@@ -88,16 +103,8 @@ async def seek(there: Address, credentials: handshake.Credentials, timeouts: Tim
         while not tell.is_back():
             connection = connection or ProbeConnection(there, credentials, "asked", {})
             outcome = await connection.outcome(timeouts.presence)
-            now = time.monotonic()
-            if tell.is_back():
+            if tell.take(outcome, time.monotonic(), begun, timeouts):
                 return
-            if outcome is ProbeOutcome.ENDED:
-                tell.ended()
-                return
-            if outcome is ProbeOutcome.REFUSED:
-                tell.refused()
-            elif outcome is ProbeOutcome.ANSWERED or (outcome is ProbeOutcome.MUTE and now - begun < timeouts.op):
-                tell.acknowledged(now)
             if outcome is not ProbeOutcome.MUTE:
                 connection.close()
                 connection = None

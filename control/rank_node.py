@@ -104,6 +104,7 @@ class RankNode:
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
         self.cut_off = False  # the agent of this host does not reach it, and is no sign of it
         self._from_above = False  # it has spoken since the last beat
+        self._answers_above = False  # its kernel has answered the agent of this host, which does not reach it
         self._up_refused = False  # its port refuses
         self._leaderless = False  # neither the leader nor its kernel is heard; it may live
         self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
@@ -164,6 +165,11 @@ class RankNode:
             return self._from_leader(m.Removed(reason))
         return []
 
+    def host_agent_ended(self, reason: str) -> list[RankAction]:
+        """Note that the agent of this host has ended, by which this rank was taken into its replica."""
+        self._up, self._up_refused = False, True
+        return self._orphaned(reason) or self.failed(reason)
+
     def up_acknowledged(self, at: float) -> list[RankAction]:
         """Note that the kernel of the leader answers."""
         if not self.cut_off:
@@ -173,7 +179,7 @@ class RankNode:
     def from_up(self, message: m.Message) -> list[RankAction]:
         """Take a message from the leader."""
         if isinstance(message, m.LeaderLost):
-            self.cut_off, self._from_above = True, False
+            self.cut_off, self._from_above, self._answers_above = True, False, message.answers
             return self.up_lost(message.reason, message.refused, message.here)
         self._from_above = True
         if isinstance(message, m.Ping):
@@ -431,6 +437,9 @@ class RankNode:
         if self._from_above:
             self._from_above = False
             self._above.heard("leader", now)
+        if self._answers_above:
+            self._answers_above = False
+            self._above.acknowledged("leader", now)
         silent = self._above.silent(now)
         self._leaderless = bool(silent) or self._up_refused
         for leader, seconds in silent.items():

@@ -26,7 +26,7 @@ class UpwardLink:
     """The link, from `open` to `close`. In the event loop of the control thread; other threads read `news` and
     `refused`. `what` is at the other end, at `there`; `host` is that of this process. `on_open()` is called when there
     is a connection, `on_lost(reason, refused, here)` when there is none: nobody listens there (`refused`), on this host
-    (`here`). `trains` says whether the rank is in a view."""
+    (`here`), `on_mute()` as long as only the kernel there answers. `trains` says whether the rank is in a view."""
 
     def __init__(
         self,
@@ -41,10 +41,11 @@ class UpwardLink:
         on_open: Callable[[], None],
         on_lost: Callable[[str, bool, bool], None],
         trains: Callable[[], bool],
+        on_mute: Callable[[], None] = lambda: None,
     ) -> None:
         self._me, self._what, self._there, self._credentials = me, what, there, credentials
         self._purpose, self._fields, self._host = purpose, fields, host
-        self._on_open, self._on_lost, self._trains = on_open, on_lost, trains
+        self._on_open, self._on_lost, self._trains, self._on_mute = on_open, on_lost, trains, on_mute
         self.link: Link | None = None
         self.news = News("no connection was tried yet")
         self.refused: Exception | None = None
@@ -73,6 +74,12 @@ class UpwardLink:
         """Note what this rank was told that it waits for."""
         self.news, self._told = News(reason, stage), True
 
+    def lost_above(self, reason: str) -> None:
+        """Note that the other end has lost its own way up. What this rank waits for it waits for still, as over the
+        loss of this connection, which comes with the next way up."""
+        if not self._told:
+            self.news = News(reason)
+
     def _opened(self) -> None:
         self.refused, self._told = None, False
         self._on_open()
@@ -100,3 +107,4 @@ class UpwardLink:
         self.news = News(
             f"the {self._what} at {host}:{port} has not answered yet; it is stopped, or something else listens there"
         )
+        self._on_mute()

@@ -576,8 +576,21 @@ def _host_agent(settings: Settings) -> AgentPlace | None:
         return None
     there = split_endpoint(settings.host_agent, "FTCOMM_HOST_AGENT")
     starts = settings.shard == shards.start
+    _check_own(there, settings.shard)
     who = "FTCOMM_HOST_AGENT", f"shard {settings.shard}", "these ranks"
     return AgentPlace(there, shards, _listening(settings.host_agent_fd, there, *who) if starts else None)
+
+
+def _check_own(there: tuple[str, int], shard: int) -> None:
+    """Check that the agent is of this host: there alone it proves its end that nobody listens at its port. Raises
+    `InitError`."""
+    try:
+        listen(there[0], 0).close()
+    except OSError as error:
+        raise InitError(
+            f"shard {shard}: FTCOMM_HOST_AGENT={there[0]}:{there[1]} is no address of its host "
+            f"({error.strerror or error}); each host has an agent of its own: set one such as 127.0.0.1:{there[1]}"
+        ) from None
 
 
 def _listening(inherited: int | None, there: tuple[str, int], variable: str, who: str, whose: str) -> socket.socket:

@@ -40,6 +40,8 @@ _OF_KIND = {
     "severed": ("sever", "sever", "sever", "sever", "kill", "coordinator", "hold"),
     "attacked": ("attack", "attack", "attack", "attack", "attack", "kill", "sever"),
 }
+_OF_KIND_WITH_AGENTS = {"resets": ("end-unheard", "end-unheard", "cut", "reset-all", "flap", "kill")}
+_HEARD = 3.0  # s in which a leader hears that a rank has ended, when nothing is blocked or stopped
 
 
 class Faults:
@@ -52,6 +54,9 @@ class Faults:
         self.over = False
         scenario = self.scenario
         kinds = _OF_KIND.get(scenario.kind)
+        if scenario.agents and scenario.kind in _OF_KIND_WITH_AGENTS:
+            kinds = _OF_KIND_WITH_AGENTS[scenario.kind]
+            self.world.after(0.02 * self.random.random(), None, self.strike, kinds[0])  # before there is a view
         if kinds:
             at = 0.0
             while (at := at + scenario.every * self.random.expovariate(1.0)) < scenario.storm:
@@ -277,6 +282,8 @@ class Faults:
                     one.leader.break_up_link()
                 if one.agent is not None:
                     one.agent.break_up_link()
+        elif kind == "end-unheard":
+            self._end_unheard(running)
         elif kind == "flap":
             self._flap(replica)
         elif kind == "leave":
@@ -333,6 +340,28 @@ class Faults:
                     if one.number not in self.job.promises.touched:
                         self._touch(one, "a record is kept back")
                         self.job.promises.stalling.add(one.number)
+
+    def _end_unheard(self, running: list[Replica]) -> None:
+        """Reset the connection of a host agent to its leader, and end a rank there at about that time. No launcher sees
+        that; so while the replica joins, the leader hears it of the agent, or nobody does."""
+        joining = [replica for replica in running if replica.ranks[0].node.view is None]
+        replica = self.random.choice(joining or running)
+        rank, agent, leader = self.random.choice(replica.ranks[1:]), replica.agent, replica.leader
+        assert agent is not None
+        assert leader is not None
+        if rank.index not in leader.node.leader.addresses:  # it is waited for as if it had not started yet
+            self.world.after(0.005, None, self.strike, "end-unheard")
+            return
+
+        def end() -> None:
+            if rank.alive and not (rank.gone or rank.left or rank.finishing) and self.job.ended is None:
+                self.excuse(replica, "a rank of it is killed")
+                self.job.end_alone(replica, rank)
+                self.world.after(_HEARD, None, self.job.promises.is_heard_of, rank, leader)
+
+        for _ in range(self.random.choice((1, 1, 2))):
+            self.world.after(0.03 * self.random.random(), None, agent.break_up_link)
+        self.world.after(0.06 * self.random.random(), None, end)
 
     def _accuse(self, accused: Replica, running: list[Replica]) -> None:
         for by in running:

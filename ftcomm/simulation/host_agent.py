@@ -7,11 +7,12 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToOwnLeader
-from ftcomm.control.probe_schedule import ProbeOutcome
+from ftcomm.control.rank_connections import Sought
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.simulation.mirror import NoConnection
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
+from ftcomm.simulation.seek import seek
 from ftcomm.simulation.world import Process, World
 
 _HELD = 0.02  # s, as in the product
@@ -39,6 +40,7 @@ class SimulatedHostAgent(Process):
         self._up: SimulatedLink | None = None
         self._flushes = False  # soon
         self._end: bool | None = None  # its first rank has ended, well or not
+        self._leaves = False  # and all is said
 
     def start(self) -> None:
         self.say("starts on host %s", self.host)
@@ -48,11 +50,15 @@ class SimulatedHostAgent(Process):
             self,
             self._leader_port,
             lambda target, connection: target.accepts(connection, "agent", fields),  # type: ignore[attr-defined]
-            on_open=lambda: self._do(self.node.opened(self.clock())),
+            on_open=self._opened,
             on_message=lambda message: self._do(self.node.from_leader(message, self.clock())),
             on_down=self._lost,
         )
         self._tick()
+
+    def _opened(self) -> None:
+        self._do(self.node.opened(self.clock()))
+        self._look()
 
     def _lost(self, reason: NoConnection, ended: bool) -> None:
         refused = not ended and reason is NoConnection.REFUSED
@@ -84,27 +90,18 @@ class SimulatedHostAgent(Process):
         if self._ranks.get(shard) is connection:  # else it is here again, by another one
             del self._ranks[shard]
             self._do(self.node.rank_closed(shard))
+            self._look()
             if shard == self.node.shards.start and self._end is not None:
                 self._go()
             else:
-                self._seek(shard)
-
-    def _seek(self, shard: int) -> None:
-        """Find out whether a rank has ended whose connection has."""
-        there = self.node.addresses[shard]
-
-        def told(outcome: ProbeOutcome) -> None:
-            if shard in self._ranks:
-                return
-            if outcome is ProbeOutcome.ENDED:
-                self._do(self.node.rank_lost(shard, "its process has ended"))
-                return
-            if outcome is ProbeOutcome.REFUSED:
-                self._do(self.node.rank_refused(shard, "refused"))
-            self.after(self._timeouts.beat, self._seek, shard)
-
-        if shard not in self._ranks:
-            self._network.probe(self, there.pid, told)
+                there = self.node.addresses[shard]
+                tell = Sought(
+                    is_back=lambda: shard in self._ranks,
+                    ended=lambda: self._do(self.node.rank_lost(shard, "its process has ended")),
+                    refused=lambda: self._do(self.node.rank_refused(shard, "refused")),
+                    acknowledged=lambda at: None,
+                )
+                seek(self, self._network, there.pid, self._timeouts, tell)
 
     def first_rank_ended(self, well: bool) -> None:
         """Take what that rank has said last; then end as well."""
@@ -118,6 +115,16 @@ class SimulatedHostAgent(Process):
         if self._end is False:
             self._do(self.node.rank_lost(self.node.shards.start, "its process has ended"))
         self._do(self.node.flush())
+        self._leaves = True
+        self.after(_LAST, self._leave)
+        self._look()
+
+    def _look(self) -> None:
+        """End as soon as the leader has heard all, and no rank is left that may hear what it answers."""
+        if self._leaves and not self._ranks and (self._end or (self._up is not None and self._up.is_up)):
+            self._leave()
+
+    def _leave(self) -> None:
         self.say("ends with its first rank")
         self._on_end(self)
 

@@ -330,7 +330,7 @@ class SimulatedJob:
     def _start_agent(self, replica: Replica, leader_port: int, port: int) -> SimulatedHostAgent:
         first, ranks = replica.ranks[1], len(replica.ranks)
         address = Address(f"host{first.host}", port % 65536, f"boot{first.host}", port, 0, f"{port:032x}")
-        node = HostAgent(replica.number, range(1, ranks), ranks, self.timeouts, address, f"host{first.host}")
+        node = HostAgent(range(1, ranks), ranks, self.timeouts, address, f"host{first.host}")
         name = f"{first.incarnation}/agent"
         agent = SimulatedHostAgent(
             *(self.world, self.network, node, name, first.host, leader_port, self.timeouts), on_end=self.network.end
@@ -377,6 +377,10 @@ class SimulatedJob:
     def lose_host(self, replica: Replica, index: int) -> None:
         """Take the power from the host of one of its ranks. No launcher hears of that, so its other ranks live on."""
         self._end_rank(replica, replica.ranks[index], power=True)
+
+    def end_alone(self, replica: Replica, rank: SimulatedRank) -> None:
+        """Kill a rank of which no launcher hears, so the others of its replica live on."""
+        self._end_rank(replica, rank)
 
     def _end_rank(
         self, replica: Replica, rank: SimulatedRank, *, power: bool = False, child: float = 0.0, well: bool = False

@@ -7,15 +7,30 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.leader import ToCoordinator, ToRank
+from ftcomm.control.leader_agents import LeaderAgents
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.probe_schedule import ProbeOutcome
+from ftcomm.control.rank_connections import Sought
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
+from ftcomm.simulation.seek import seek
 from ftcomm.simulation.world import Process, World
 
 COORDINATOR = 1  # its port
 _LAST = 2.0  # s for what shard 0 has said last
+
+
+class SimulatedToldAgent:
+    """The sending side of a connection to a host agent, as `ftcomm.control.links.ToldAgent`."""
+
+    def __init__(self, connection: SimulatedConnection, shards: range) -> None:
+        self.connection, self.shards = connection, shards
+
+    def send(self, shards: Sequence[int], message: m.Message) -> None:
+        self.connection.send(1, m.Enclosed(tuple(shards), message))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.connection.close(1)
 
 
 class SimulatedLeader(Process):
@@ -34,9 +49,7 @@ class SimulatedLeader(Process):
         self.node = node
         self._network, self._timeouts, self._on_end = network, timeouts, on_end
         self._ranks: dict[int, SimulatedConnection] = {}
-        self._agents: dict[range, SimulatedConnection] = {}  # host agents, by their ranks
-        self._agent_ports: dict[range, int] = {}
-        self._carried: dict[int, SimulatedConnection] = {}  # of ranks that have said who they are by an agent
+        self.agents: LeaderAgents[SimulatedToldAgent] = LeaderAgents(node, lambda event, *args: self._do(event(*args)))
         self._up: SimulatedLink | None = None
         self._end: bool | None = None  # shard 0 has ended, well or not
 
@@ -80,58 +93,17 @@ class SimulatedLeader(Process):
         return True
 
     def _accepts_agent(self, connection: SimulatedConnection, shards: range) -> None:
-        greeted: set[int] = set()
-
-        def received(message: m.Message) -> None:
-            now = self.clock()
-            if isinstance(message, m.AgentHello):
-                self._agents[shards] = connection
-                self._agent_ports[shards] = message.address.pid
-                return
-            assert isinstance(message, m.Enclosed)
-            self._do(self.node.agent_heard(shards, now))
-            for shard in message.shards:
-                if isinstance(message.message, m.Hello) or shard not in greeted:
-                    answer = self.node.turned_away(message.message)
-                    if answer is not None:
-                        connection.send(1, m.Enclosed((shard,), answer))
-                        return
-                    greeted.add(shard)
-                self._carried[shard] = connection
-            for shard in message.shards:
-                self._do(self.node.from_rank(shard, message.message, now))
+        told = SimulatedToldAgent(connection, shards)
 
         def closed(reason: object) -> None:
-            for shard in greeted:
-                if self._carried.get(shard) is connection:
-                    del self._carried[shard]
-            if self._agents.get(shards) is connection:
-                del self._agents[shards]
-                self._seek_agent(shards, self.clock())
+            there = self.agents.closed(told)
+            if there is not None:
+                tell = self.agents.sought(shards, there, str(reason), is_over=lambda: not self.alive)
+                seek(self, self._network, there.pid, self._timeouts, tell)
 
-        connection.receive[1] = received
+        connection.receive[1] = lambda message: self.agents.received(told, message, self.clock())
         connection.told = ViewsSent(shards.start, len(shards))
         connection.closed[1] = closed
-
-    def _seek_agent(self, shards: range, begun: float) -> None:
-        """Find out whether an agent has ended whose connection has."""
-
-        def told(outcome: ProbeOutcome) -> None:
-            if shards in self._agents:
-                return
-            if outcome is ProbeOutcome.ENDED:
-                self._do(self.node.rank_lost(shards.start, "its host agent has ended"))
-                return
-            if outcome is ProbeOutcome.REFUSED:
-                self._do(self.node.rank_refused(shards.start, "its host agent is lost: refused"))
-            if outcome is ProbeOutcome.ANSWERED or (
-                outcome is ProbeOutcome.MUTE and self.clock() - begun < self._timeouts.op
-            ):
-                self._do(self.node.agent_acknowledged(shards, self.clock()))
-            self.after(self._timeouts.beat, self._seek_agent, shards, begun)
-
-        if shards not in self._agents:
-            self._network.probe(self, self._agent_ports[shards], told)
 
     def _rank_lost(self, shard: int, connection: SimulatedConnection) -> None:
         if self._ranks.get(shard) is connection:  # else it is here again, by another one
@@ -139,29 +111,14 @@ class SimulatedLeader(Process):
             if shard == 0 and self._end is not None:
                 self._go()
             else:
-                self._seek(shard, self.clock())
-
-    def _seek(self, shard: int, begun: float) -> None:
-        """Find out, as `ftcomm.control.leader_driver` does, whether a rank has ended whose connection has."""
-        there = self.node.leader.addresses[shard]
-        if shard in self._ranks:
-            return
-
-        def told(outcome: ProbeOutcome) -> None:
-            if shard in self._ranks:
-                return
-            if outcome is ProbeOutcome.ENDED:
-                self._do(self.node.rank_lost(shard, "its process has ended"))
-                return
-            if outcome is ProbeOutcome.REFUSED:
-                self._do(self.node.rank_refused(shard, "refused"))
-            if outcome is ProbeOutcome.ANSWERED or (
-                outcome is ProbeOutcome.MUTE and self.clock() - begun < self._timeouts.op
-            ):
-                self._do(self.node.rank_acknowledged(shard, self.clock()))
-            self.after(self._timeouts.beat, self._seek, shard, begun)
-
-        self._network.probe(self, there.pid, told)
+                there = self.node.leader.addresses[shard]
+                tell = Sought(
+                    is_back=lambda: shard in self._ranks,
+                    ended=lambda: self._do(self.node.rank_lost(shard, "its process has ended")),
+                    refused=lambda: self._do(self.node.rank_refused(shard, "refused")),
+                    acknowledged=lambda at: self._do(self.node.rank_acknowledged(shard, at)),
+                )
+                seek(self, self._network, there.pid, self._timeouts, tell)
 
     def rank_0_ended(self, well: bool) -> None:
         """Take what shard 0 has said last; then end as well, and tell the others unless it has ended as it should."""
@@ -184,19 +141,18 @@ class SimulatedLeader(Process):
             seconds = connection.unanswered(1)
             if seconds is not None:
                 self._do(self.node.rank_acknowledged(shard, now - seconds))
-        for shards, connection in self._agents.items():
-            seconds = connection.unanswered(1)
+        for shards, agent in self.agents.connections.items():
+            seconds = agent.connection.unanswered(1)
             if seconds is not None:
                 self._do(self.node.agent_acknowledged(shards, now - seconds))
         self._do(self.node.tick(now))
 
     def _do(self, actions: Sequence[ToCoordinator | ToRank]) -> None:
-        for action in actions:
-            if isinstance(action, ToCoordinator):
-                if self._up is not None:
-                    self._up.send(action.message)
-            elif action.shard in self._ranks:
-                self._ranks[action.shard].send(1, action.message)
-            elif action.shard in self._carried:
-                told = m.Enclosed((action.shard,), action.message)  # type: ignore[arg-type]
-                self._carried[action.shard].send(1, told)
+        self.agents.carry_out(actions, self._carry_out)
+
+    def _carry_out(self, action: ToCoordinator | ToRank) -> None:
+        if isinstance(action, ToCoordinator):
+            if self._up is not None:
+                self._up.send(action.message)
+        elif action.shard in self._ranks:
+            self._ranks[action.shard].send(1, action.message)

@@ -493,6 +493,10 @@ class SimulatedLink:
         connection.closed[0] = functools.partial(self._down, ended=True)
         self._on_open()
 
+    @property
+    def is_up(self) -> bool:
+        return self._connection is not None
+
     def unanswered(self) -> float | None:
         """Does what `ftcomm.control.links.Link.unanswered` does: also for a connection that the process has not taken
         yet."""

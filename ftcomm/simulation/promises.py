@@ -7,7 +7,7 @@
 3 no hang            `history.run`: the job ends in bounded time once faults have ended; `stood_still`: the cause of a
                      stall is removed in time, however many views change meanwhile; `left_behind`: who leaves is waited
                      for, as nobody says in the next view how the last op ends; `is_awaited_no_more`: and not for
-                     good, if what it said last is lost
+                     good, if what it said last is lost; `is_heard_of`: a leader hears at once that a rank has ended
 4 no ghost writes    the bytes in 1 and 2
 5 quiet control      `history.run`: with the coordinator away the training goes on; `persisted`, `heard`, `enters`:
                      epochs are never used twice, no view is heard of that was not written down first
@@ -70,6 +70,7 @@ from ftcomm.membership.static import LastMessage
 
 if TYPE_CHECKING:
     from ftcomm.simulation.exchange import SimulatedExchange
+    from ftcomm.simulation.leader import SimulatedLeader
     from ftcomm.simulation.rank import SimulatedRank
     from ftcomm.simulation.static import SimulatedStaticGroup
 
@@ -169,6 +170,11 @@ class Promises:
                 continue
             if leader.view is not None and leader.view.has(gone.replica, gone.incarnation):
                 raise BrokenPromise(f"{rank.name} waits at a boundary for {gone.name}, which has left and ended")
+
+    def is_heard_of(self, rank: SimulatedRank, leader: SimulatedLeader) -> None:
+        """Check that a leader that lives knows by now that a rank has ended."""
+        if leader.alive and not leader.node.leader.is_lost:
+            raise BrokenPromise(f"{leader.name} has not heard that {rank.name} has ended")
 
     def excuse(self, incarnation: str, why: str, *, stalls: bool = False) -> None:
         """Let that life go from now on; `stalls`: as a stall alone, unless there is another reason."""

@@ -158,7 +158,9 @@ class SimulatedRank(Process):
         lost = f"the way up is lost: {reason}", refused, here
         has_begun = self.node.machine.incarnation and not self.node.has_finished
         if self._above != self._leader_port and refused and has_begun:
-            self._tell_end("its host agent has ended", lambda: self.do(self.node.up_lost(*lost)))
+            if self._up is not None:
+                self._up.close()
+            self._tell_end("its host agent has ended", lambda: self.do(self.node.host_agent_ended(lost[0])))
         else:
             self.do(self.node.up_lost(*lost))
 

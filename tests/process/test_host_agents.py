@@ -17,6 +17,7 @@ import pytest
 
 import ftcomm
 
+from ..rigs.deadlines import DEADLINE
 from .bodies import reduce_forever
 from .job import STALL, Job, Notes
 from .test_faults import _until as until
@@ -34,7 +35,9 @@ def with_agents(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
     """An all-reduce a step. The first rank of a host says who its agent is."""
     agent = group._agent
     if group.shard == FIRST < group.shards - 1 and group.settings.host_agent:
+        end = time.monotonic() + DEADLINE
         while not agent.host_agent_pid:
+            assert time.monotonic() < end, "its agent has not begun"
             time.sleep(0.001)
         notes.write(kind="host agent", pid=agent.host_agent_pid)
     reduce_forever(group, notes, arguments)

@@ -41,6 +41,7 @@ from ftcomm.control.host_agent import HostAgent
 from ftcomm.control.job_views import JobViews
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader import Leader
+from ftcomm.control.leader_agents import LeaderAgents
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.member import Machine
@@ -904,6 +905,28 @@ def says_a_loss_once(patch: Patch) -> None:
     patch.setattr(Losses, "tick", quiet)
 
 
+def forgets_who_has_ended(patch: Patch) -> None:
+    """A host agent says only at the moment that a rank has ended, whether the leader is there or not."""
+    opened = HostAgent.opened
+
+    def forgetful(self: HostAgent, now: float) -> list[Any]:
+        self._ended.clear()
+        return opened(self, now)
+
+    patch.setattr(HostAgent, "opened", forgetful)
+
+
+def believes_only_the_greeted(patch: Patch) -> None:
+    """A leader hears nothing of a rank that has not said hello over the present connection of its agent."""
+    rank_lost = LeaderAgents._rank_lost
+
+    def strict(self: LeaderAgents[Any], connection: Any, lost: m.RankLost) -> None:
+        if lost.shard in self._greeted[connection.shards]:
+            rank_lost(self, connection, lost)
+
+    patch.setattr(LeaderAgents, "_rank_lost", strict)
+
+
 def forgets_what_some_say(patch: Patch) -> None:
     """A host agent forgets what some of its ranks have said if others have not said it a moment later."""
 
@@ -1072,6 +1095,8 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "tells-on-where-it-stopped": (tells_on_where_it_stopped, "resets", 40),
     "addresses-of-another-group": (addresses_of_another_group, "kills", 40),
     "says-a-loss-once": (says_a_loss_once, "severed", 40),
+    "forgets-who-has-ended": (forgets_who_has_ended, "resets", 20),
+    "believes-only-the-greeted": (believes_only_the_greeted, "resets", 20),
     "forgets-what-some-say": (forgets_what_some_say, "calm", 40),
     "sums-before-it-is-there": (sums_before_it_is_there, "kills", 20),
     "copies-before-it-is-there": (copies_before_it_is_there, "kills", 20),
@@ -1083,8 +1108,9 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "tells-nobody-of-a-call-that-differs": (tells_nobody_of_a_call_that_differs, "kills", 100),
     "owes-an-answer": (owes_an_answer, "storm", 100),
 }
+# In histories with host agents.
+AGENTS = {"forgets-what-some-say", "forgets-who-has-ended", "believes-only-the-greeted"}
 # Those of the tree: in histories of three members and more with small ops, all of which go through one.
-AGENTS = {"forgets-what-some-say"}  # in histories with host agents
 TREES = tuple(MUTATIONS)[-9:]
 
 

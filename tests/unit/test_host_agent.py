@@ -7,11 +7,15 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
+from ftcomm.control.actions import Failed
 from ftcomm.control.agent_ranks import agent_ranks
 from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToOwnLeader, ToRanks
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.liveness import agent_described
+from ftcomm.errors import InitError
+from ftcomm.groups.group import _host_agent
+from ftcomm.settings import Settings
 from tests.rigs.rank_node import TIMEOUTS, address, view
 
 SHARDS = range(2, 5)  # of five ranks
@@ -20,7 +24,7 @@ ALL = tuple(SHARDS)
 
 
 def fresh() -> HostAgent:
-    return HostAgent(0, SHARDS, 5, TIMEOUTS, HERE, "this host")
+    return HostAgent(SHARDS, 5, TIMEOUTS, HERE, "this host")
 
 
 def greeted(*shards: int) -> HostAgent:
@@ -97,7 +101,8 @@ def test_signs_of_life_go_up_once_a_beat_of_those_that_gave_one() -> None:
     other = m.Heartbeat(6, loop=1)
     assert agent.from_rank(3, other) == [up(3, says=other)], "another loop is news"
     deaf = m.Heartbeat(6, divided="does not hear its leader", loop=1)
-    assert agent.from_rank(3, deaf) == [up(3, says=deaf)]
+    agent.from_rank(3, m.Heartbeat(6, loop=1))
+    assert agent.from_rank(3, deaf) == [up(3, says=deaf)], "and with the next beat it is as deaf as before"
     assert agent.tick(1.5) == [up(says=m.Heartbeat(6, loop=1))]
 
 
@@ -124,7 +129,7 @@ def test_ranks_are_told_once_that_the_leader_is_lost_and_begin_anew_with_the_nex
     assert agent.lost("reset") == []
     assert agent.from_rank(3, m.Installed(1)) == []
     assert agent.from_rank(3, m.Hello(3, address(0, 3), "life-0")) == [ToRanks((3,), lost)]
-    assert agent.opened(5.0) == [ToOwnLeader(m.AgentHello(HERE)), EndConnections()]
+    assert agent.opened(5.0) == [ToOwnLeader(m.AgentHello(HERE, "life-0", 2)), EndConnections()]
     assert agent.flush() == [], "it is said again"
     assert agent.from_rank(3, m.Installed(1)) == [], "its new connection begins with a hello"
     hello = m.Hello(3, address(0, 3), "life-0")
@@ -162,23 +167,24 @@ def test_the_end_of_a_process_goes_up_now_or_as_soon_as_that_can_be() -> None:
     agent = greeted()
     agent.from_rank(2, m.Installed(1))
     agent.rank_closed(3)
-    dead = up(3, says=m.Finished(False, "it has ended"))
+    dead = ToOwnLeader(m.RankLost(3, address(0, 3), "it has ended", True))
     assert agent.rank_lost(3, "it has ended") == [up(2, says=m.Installed(1)), dead]
     agent.lost("reset")
-    agent.rank_lost(4, "too")
+    assert agent.rank_lost(4, "too") == []
     assert agent.opened(1.0) == [
-        ToOwnLeader(m.AgentHello(HERE)),
+        ToOwnLeader(m.AgentHello(HERE, "life-0", 2)),
         dead,
-        up(4, says=m.Finished(False, "too")),
+        ToOwnLeader(m.RankLost(4, address(0, 4), "too", True)),
         EndConnections(),
     ]
+    assert fresh().rank_lost(3, "too") == [], "nobody knows of it"
 
 
 def test_what_refuses_connections_to_a_rank_is_no_proof() -> None:
     agent = greeted()
-    said = m.Suspect(0, "life-0", "its shard 3 is lost: reset", False, 3)
-    assert agent.rank_refused(3, "reset") == [up(3, says=said)]
-    assert fresh().rank_refused(3, "reset") == []
+    assert agent.rank_refused(3, "reset") == [ToOwnLeader(m.RankLost(3, address(0, 3), "reset", False))]
+    agent.lost("reset")
+    assert agent.rank_refused(3, "reset") == []
 
 
 def test_a_rank_of_another_life_takes_the_place_of_none() -> None:
@@ -188,7 +194,44 @@ def test_a_rank_of_another_life_takes_the_place_of_none() -> None:
     assert agent.turned_away(m.Installed(1)) == welcome
     assert agent.turned_away(m.Hello(3, address(0, 3))) is None
     assert agent.turned_away(m.Hello(3, address(0, 3), "life-0")) is None
-    assert fresh().turned_away(m.Hello(3, address(0, 3), "any")) is None, "the leader knows"
+    assert fresh().turned_away(m.Hello(3, address(0, 3))) is None
+    assert fresh().turned_away(m.Hello(3, address(0, 3), "any")) == m.Welcome("", "this host"), "none has one here"
+
+
+def test_an_agent_of_an_earlier_life_takes_no_other_one_over_and_its_ranks_read_that() -> None:
+    agent = greeted()
+    other = m.Welcome("life-1", "another host")
+    assert agent.from_leader(m.Enclosed(ALL, other), 0.0) == [ToRanks(ALL, other)]
+    assert agent.life == "life-0"
+    agent.rank_closed(3)
+    assert agent.from_rank(3, m.Hello(3, address(0, 3), "life-0")) == [ToRanks((3,), other)]
+
+
+def test_ranks_hear_that_the_kernel_of_a_leader_answers_that_takes_no_connection() -> None:
+    """So it lives, and they wait, as over a connection of their own that it does not take."""
+    agent, node, now = greeted(), cut_off(), 0.0
+    agent.lost("reset")
+    while now < 2 * TIMEOUTS.give_up:
+        agent.acknowledged(now)
+        now += TIMEOUTS.beat
+        (told, _) = agent.tick(now)
+        assert told == ToRanks(ALL, m.LeaderLost("reset", answers=True))
+        node.from_up(m.LeaderLost("reset", answers=True))
+        assert not any(isinstance(action, Failed) for action in node.beat(now))
+        assert not node._leaderless
+    assert not any(isinstance(action, ToRanks) for action in agent.tick(now)), "it has not answered since"
+    agent.lost("refused", refused=True)
+    agent.acknowledged(now)
+    assert not any(isinstance(action, ToRanks) for action in agent.tick(now))
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+def test_an_agent_at_an_address_of_another_host_is_refused_with_the_mend(shard: int) -> None:
+    """A filter in between may refuse connections to it, and that would count as a proof that it has ended."""
+    here = dict(shard=shard, ranks_per_replica=4, host_agent="192.0.2.1:29501", host_ranks=2)
+    settings = Settings("127.0.0.1:1", "secret", 0, 1, **here)  # type: ignore[arg-type]
+    with pytest.raises(InitError, match=f"shard {shard}: .*no address of its host.*set one such as 127.0.0.1:29501"):
+        _host_agent(settings)
 
 
 # -- the rank, and the leader ------------------------------------------------------------------------------------------

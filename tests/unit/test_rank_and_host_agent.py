@@ -3,6 +3,7 @@ ends."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftcomm.control import handshake, wire
+from ftcomm.control import handshake, host_agent_process, leaderless, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.dropped import counts
@@ -21,6 +22,7 @@ from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import listen
 from ftcomm.control.rank_errors import JoinError
 from ftcomm.control.unstarted import NamedRank
+from ftcomm.control.upward_link import News
 from tests.rigs import agents as agents_rig
 from tests.rigs.agents import CREDENTIALS, Job, Relay
 from tests.rigs.leader import Led
@@ -85,7 +87,7 @@ def test_a_leader_has_one_connection_for_all_ranks_of_another_host() -> None:
     try:
         hosts.register()
         assert hosts.led.ranks == {0, 1}
-        assert set(hosts.led.process.driver.agents) == {range(2, 4), range(4, 6)}
+        assert set(hosts.led.process.driver.agents.connections) == {range(2, 4), range(4, 6)}
         assert [agent.ranks for agent in hosts.agents] == [{2, 3}, {4, 5}]
         assert [relay.count for relay in hosts.relays] == [1, 1]
         for rank, one in enumerate(hosts.ranks):
@@ -149,7 +151,51 @@ def test_an_agent_that_ends_says_that_its_first_rank_has_ended() -> None:
         until(lambda: bool(job.events_of("suspect")))
         pid = hosts.agents[1].process._charge.pid
         assert job.events_of("suspect")[0]["reason"] == f"its shard 4 is lost: its process {pid} has ended"
-        until(lambda: hosts.ranks[3]._control.failed is not None)
+        lost = hosts.ranks[3], hosts.ranks[5]
+        until(lambda: all(one._control.failed is not None for one in lost))
+        why = f"replica 0 cannot go on: its shard 4 is lost: its process {pid} has ended"
+        assert [one._control.failed.reason for one in lost] == [why, why], "it waits for what the leader answers"  # type: ignore[union-attr]
+    finally:
+        hosts.close()
+        job.close()
+
+
+def test_ranks_that_are_in_no_view_yet_end_at_once_with_their_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a leader, or another of their hosts, that misses them. Each tells the coordinator once."""
+    told: list[str] = []
+
+    async def tell(*args: Any) -> None:
+        told.append(args[-1])
+        await asyncio.sleep(0.3)  # for longer than between two dials
+
+    monkeypatch.setattr(host_agent_process, "LAST", 0.05)
+    monkeypatch.setattr(leaderless, "tell", tell)
+    job = Job(1, RANKS)
+    try:
+        led = job.led()
+        agent = job.host_agent(led.address, range(4, 6))
+        ranks = [job.agent(0, rank, led.address, host_agent=agent.place()) for rank in agent.shards]
+        until(lambda: all(one._node.machine.incarnation for one in ranks))
+        agent.close()
+        until(lambda: all(one._control.failed is not None for one in ranks))
+        assert all("the agent of this host is lost" in one._control.failed.reason for one in ranks)  # type: ignore[union-attr]
+        assert len(told) == len(ranks)
+    finally:
+        job.close()
+
+
+def test_a_reset_above_begins_no_new_wait_for_a_rank_that_joins() -> None:
+    """A boundary may take longer than its init timeout, which counts only as long as there is no leader."""
+    job = Job(1, RANKS)
+    hosts = Hosts(job, job.led())
+    try:
+        hosts.register()
+        one, agent, waits = hosts.ranks[2], hosts.agents[0].process.node, News("for a boundary", m.Stage.JOINING)
+        one._up.queued(*waits)
+        begun = agent._openings
+        hosts.relays[0].cut()
+        until(lambda: agent._openings > begun and agent._welcome == {2, 3})
+        assert one._up.news == waits
     finally:
         hosts.close()
         job.close()
@@ -178,8 +224,9 @@ def test_a_call_of_a_new_coordinator_goes_through_an_agent(rank: int) -> None:
 class Sent:
     """The sending side of a connection, of an agent or of a rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: range = range(0)) -> None:
         self.sent: list[Any] = []
+        self.shards = shards
 
     def send(self, *what: Any) -> None:
         self.sent.append(what)
@@ -194,9 +241,10 @@ def test_what_a_leader_tells_all_goes_once_to_each_agent_and_in_order() -> None:
         spawn=lambda work: None,
         trains=lambda: True,
     )
-    direct, agents = [Sent(), Sent()], [Sent(), Sent()]
+    direct, agents = [Sent(), Sent()], [Sent(range(2, 6)), Sent(range(6, ranks))]
     driver.ranks.update(enumerate(direct))  # type: ignore[arg-type]
-    driver._carried.update({rank: agents[rank // 6] for rank in range(2, ranks)})  # type: ignore[misc]
+    driver.agents.connections.update({told.shards: told for told in agents})  # type: ignore[misc]
+    driver.agents.carried.update({rank: agents[rank // 6] for rank in range(2, ranks)})  # type: ignore[misc]
     for rank in range(ranks):
         node.from_rank(rank, m.Hello(rank, address(0, rank)), 0.0)
     for event in (m.NewView(view(1, (0, 1), ranks)), m.Prepare(7, 1, 3)):
@@ -223,7 +271,7 @@ def test_an_agent_of_another_replica_or_of_ranks_that_it_does_not_have_is_droppe
         named: handshake.Fields = dict(zip(("replica", "first", "count"), fields, strict=True))
         wire.connect(led.address, CREDENTIALS, AGENT, named, DEADLINE).close()
         until(lambda: counts().get("fields", 0) > before)
-        assert not led.process.driver.agents
+        assert not led.process.driver.agents.connections
     finally:
         job.close()
 
@@ -256,7 +304,41 @@ def test_ranks_of_an_agent_of_another_job_are_told_at_once(monkeypatch: pytest.M
         stray = job.agent(0, 2, led.address, host_agent=agent.place())
         with pytest.raises(JoinError, match="it is of the job 'another', expected ''"):
             stray.register(DEADLINE)
-        assert not led.process.driver.agents
+        assert not led.process.driver.agents.connections
+    finally:
+        job.close()
+
+
+def test_a_leader_that_does_not_answer_is_named_and_not_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, or starts slowly: its kernel takes the connection."""
+    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", 0.3)
+    job = Job(1, RANKS)
+    mute = listen("127.0.0.1", 0)
+    try:
+        there = mute.getsockname()
+        agent = job.host_agent(there, range(2, 4))
+        one = job.agent(0, 2, there, host_agent=agent.place())
+        with pytest.raises(JoinError, match=f"the leader of the replica at 127.0.0.1:{there[1]} has not answered yet"):
+            one.register(3.0)
+    finally:
+        mute.close()
+        job.close()
+
+
+def test_a_rank_that_connects_again_ends_its_connection_before() -> None:
+    """Two processes may say that they are that rank, of which only the last one is heard."""
+    job = Job(1, RANKS)
+    try:
+        led, fields = job.led(), {"replica": 0, "shard": 3}
+        here = job.agent(0, 0, led.address).address
+        with wire.connect(led.address, CREDENTIALS, "rank", fields, DEADLINE) as first:
+            first.sendall(m.encode(m.Hello(3, here)))
+            until(lambda: 3 in led.ranks)
+            with wire.connect(led.address, CREDENTIALS, "rank", fields, DEADLINE) as second:
+                second.sendall(m.encode(m.Hello(3, here)))
+                while first.recv(1 << 16):
+                    pass  # what it was told
+                assert 3 in led.ranks
     finally:
         job.close()
 
