@@ -137,7 +137,8 @@ class LeaderProcess:
 
     def _do(self, event: Callable[..., Sequence[ToCoordinator | ToRank]], *args: Any) -> None:
         """Tell the node of an event, and carry out its actions."""
-        self.driver.carry_out_all(event(*args))
+        if actions := event(*args):  # most messages ask for nothing
+            self.driver.carry_out_all(actions)
 
     async def _beats(self) -> None:
         while True:

@@ -39,6 +39,7 @@ class RankConnections:
         """Serve the connection of a rank, and own the channel."""
         told: list[Told] = []
         greeted: list[Told] = []  # the same, once the rank has said who it is
+        hear = self._listener.received
 
         def received(message: m.AnyMessage) -> None:
             if not greeted:
@@ -49,7 +50,7 @@ class RankConnections:
                 before, self.told[shard] = self.told.get(shard), told[0]
                 if before is not None:
                     before.close()  # nobody else speaks for that rank
-            self._listener.received(shard, message)
+            hear(shard, message)
 
         why = await serve_messages(channel, received, lambda writer: told.append(Told(writer, self._once, shard)))
         if greeted and self.told.get(shard) is greeted[0]:  # otherwise the rank has connected again

@@ -20,6 +20,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.views import NO_ADDRESSES, Member, View
 
 CARRIERS = (m.NewView, m.Registered, m.Decision)
+_WITH_VIEWS = (m.Difference, m.Enclosed, *CARRIERS)
 KEPT = 8  # messages that may be sent again meanwhile
 
 
@@ -37,8 +38,6 @@ class ViewsSent:
 
     def shorten(self, message: m.Message) -> m.Message:
         """Returns what is to be sent in place of `message`, as the next one."""
-        if isinstance(message, m.Enclosed):
-            return msgspec.structs.replace(message, message=self.shorten(message.message))
         view = message.view if isinstance(message, CARRIERS) else None
         if view is None:
             return message
@@ -94,10 +93,12 @@ class ViewsReceived:
 
     def complete(self, message: m.Message) -> m.Message:
         """Returns what `message` stands for. Raises `UntoldError` if that does not follow from what was told before."""
+        if not isinstance(message, _WITH_VIEWS):  # as most are
+            return message
         if isinstance(message, m.Enclosed):
             return msgspec.structs.replace(message, message=self.complete(message.message))
         if not isinstance(message, m.Difference):
-            if isinstance(message, CARRIERS) and message.view is not None:
+            if message.view is not None:
                 raise UntoldError(f"{type(message).__name__} with a view of epoch {message.view.epoch} as it is")
             return message
         view = self._whole(message)

@@ -25,9 +25,10 @@ class SimulatedToldAgent:
 
     def __init__(self, connection: SimulatedConnection, shards: range) -> None:
         self.connection, self.shards = connection, shards
+        self._told = ViewsSent(shards.start, len(shards))
 
     def send(self, shards: Sequence[int], message: m.Message) -> None:
-        self.connection.send(1, m.Enclosed(tuple(shards), message))  # type: ignore[arg-type]
+        self.connection.send(1, m.Enclosed(tuple(shards), self._told.shorten(message)))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.connection.close(1)
@@ -102,7 +103,6 @@ class SimulatedLeader(Process):
                 seek(self, self._network, there.pid, self._timeouts, tell)
 
         connection.receive[1] = lambda message: self.agents.received(told, message, self.clock())
-        connection.told = ViewsSent(shards.start, len(shards))
         connection.closed[1] = closed
 
     def _rank_lost(self, shard: int, connection: SimulatedConnection) -> None:
