@@ -375,8 +375,10 @@ class SimulatedJob:
         self._look()
 
     def lose_host(self, replica: Replica, index: int) -> None:
-        """Take the power from the host of one of its ranks. No launcher hears of that, so its other ranks live on."""
-        self._end_rank(replica, replica.ranks[index], power=True)
+        """Take the power from the host of one of its ranks. No launcher hears of that, so its ranks on others live on."""
+        for rank in replica.ranks:
+            if rank.host == replica.hosts[index]:
+                self._end_rank(replica, rank, power=True)
 
     def end_alone(self, replica: Replica, rank: SimulatedRank) -> None:
         """Kill a rank of which no launcher hears, so the others of its replica live on."""
