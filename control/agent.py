@@ -463,7 +463,7 @@ class Agent:
     async def _end_with_host_agent(self, reason: str) -> None:
         """End with the agent of this host, which refuses no more to be there again. The rank that has started it may be
         held, so each tells it."""
-        if self._node.machine.phase is not Phase.FAILED:
+        if self._node.machine.phase not in (Phase.LEFT, Phase.FAILED):
             self._up.close()  # it is told once
             await self._tell_end(f"its host agent has ended: {reason}")
             self._control.do(self._node.host_agent_ended, reason)

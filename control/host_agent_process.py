@@ -111,7 +111,7 @@ class HostAgentProcess:
             on_mute=self._mute,
         )
         self._tried = asyncio.Event()  # to connect to the leader
-        self._is_up = asyncio.Event()  # there is a connection to it
+        self._settled = asyncio.Event()  # there is a connection to it, or nobody listens at its port
         self._flushes = False  # soon
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -154,12 +154,12 @@ class HostAgentProcess:
 
     def _opened(self) -> None:
         self._tried.set()
-        self._is_up.set()
+        self._settled.set()
         self._do(self.node.opened, time.monotonic())
 
     def _lost(self, reason: str, refused: bool, here: bool) -> None:
         self._tried.set()
-        self._is_up.clear()
+        (self._settled.set if refused else self._settled.clear)()
         final = isinstance(self.up.refused, handshake.Refused)  # any other refusal may be forged
         self._do(lambda: self.node.lost(reason, refused, here, final=final))
 
@@ -239,11 +239,11 @@ class HostAgentProcess:
         await within(LAST, self._connections.closed(self._charge.first))
         if not well:
             self._do(self.node.rank_lost, self._charge.first, f"its process {self._charge.pid} has ended")
-            await within(LAST, self._is_up.wait())  # it hears that with the next connection, if there is none
+            await within(LAST, self._settled.wait())  # it hears that with the next connection, if there is none
         self._do(self.node.flush)
         up = [] if self.up.link is None else [self.up.link.flushed()]
         await within(LAST, _all(*self._connections.flushed(), *up))
-        if self._is_up.is_set():
+        if self.up.link is not None and self.up.link.is_up:
             await within(LAST, self._connections.closed())
         for task in self._tasks:
             task.cancel()

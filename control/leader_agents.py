@@ -34,11 +34,11 @@ class AgentConnection(Protocol):
     def close(self) -> object: ...
 
 
-ConnectionT = TypeVar("ConnectionT", bound=AgentConnection)
+AgentConnectionT = TypeVar("AgentConnectionT", bound=AgentConnection)
 
 
-class LeaderAgents(Generic[ConnectionT]):
-    """Not thread-safe.
+class LeaderAgents(Generic[AgentConnectionT]):
+    """Keeps the connections of the host agents of one replica. Not thread-safe.
 
     connections: those that count, by the ranks of the agent.
     carried: the connection of each rank that has said who it is by an agent.
@@ -52,13 +52,13 @@ class LeaderAgents(Generic[ConnectionT]):
     ) -> None:
         """`do(event, *args)` tells the node of an event and carries out its actions; `called` is told of a coordinator
         that has taken the job over."""
-        self.connections: dict[range, ConnectionT] = {}
-        self.carried: dict[int, ConnectionT] = {}
+        self.connections: dict[range, AgentConnectionT] = {}
+        self.carried: dict[int, AgentConnectionT] = {}
         self._node, self._do, self._called = node, do, called
         self._hellos: dict[range, m.AgentHello] = {}  # the newest of each agent
         self._greeted: dict[range, set[int]] = {}  # ranks that have said who they are, by its present connection
 
-    def received(self, connection: ConnectionT, message: m.AnyMessage, now: float) -> None:
+    def received(self, connection: AgentConnectionT, message: m.AnyMessage, now: float) -> None:
         """Take a message that has come over a connection."""
         if isinstance(message, m.AgentHello):
             self._hello(connection, message)
@@ -70,7 +70,7 @@ class LeaderAgents(Generic[ConnectionT]):
         elif isinstance(message, m.Enclosed):
             self._said(connection, message, now)
 
-    def _hello(self, connection: ConnectionT, hello: m.AgentHello) -> None:
+    def _hello(self, connection: AgentConnectionT, hello: m.AgentHello) -> None:
         ours, shards = self._node.leader.welcome, connection.shards
         if hello.life not in ("", ours.incarnation):
             connection.send(shards, ours)
@@ -78,13 +78,16 @@ class LeaderAgents(Generic[ConnectionT]):
         known, before = self._hellos.get(shards), self.connections.get(shards)
         if known is not None and known.address == hello.address and hello.opening < known.opening:
             return  # it has come late, by a connection that the agent has given up
+        if known is not None and before is not None and known.address != hello.address and not hello.life:
+            connection.close()  # it may be of an earlier life, and tries again, maybe when that one is gone
+            return
         self._hellos[shards], self._greeted[shards] = hello, set()
         self.connections[shards] = connection
         if before is not None and before is not connection:
             self._forget(before)
             before.close()
 
-    def _said(self, connection: ConnectionT, said: m.Enclosed, now: float) -> None:
+    def _said(self, connection: AgentConnectionT, said: m.Enclosed, now: float) -> None:
         """Take what some ranks have said, of which each first says who it is."""
         message = said.message
         those = [shard for shard in said.shards if self._may_speak(connection, shard, message)]
@@ -93,7 +96,7 @@ class LeaderAgents(Generic[ConnectionT]):
         elif those:
             self._called((message.host, message.port))
 
-    def _may_speak(self, connection: ConnectionT, shard: int, message: m.Message) -> bool:
+    def _may_speak(self, connection: AgentConnectionT, shard: int, message: m.Message) -> bool:
         if shard not in connection.shards:
             drop("message", f"a host agent of shards {connection.shards} speaks for shard {shard}")
             return False
@@ -109,11 +112,11 @@ class LeaderAgents(Generic[ConnectionT]):
     def _from_ranks(self, shards: Sequence[int], message: m.Message, now: float) -> list[LeaderNodeAction]:
         return [action for shard in shards for action in self._node.from_rank(shard, message, now)]
 
-    def _rank_lost(self, connection: ConnectionT, lost: m.RankLost) -> None:
+    def _rank_lost(self, connection: AgentConnectionT, lost: m.RankLost) -> None:
         if lost.shard in connection.shards and self._node.leader.addresses.get(lost.shard) == lost.address:
             self._do(self._node.rank_lost if lost.proof else self._node.rank_refused, lost.shard, lost.reason)
 
-    def closed(self, connection: ConnectionT) -> Address | None:
+    def closed(self, connection: AgentConnectionT) -> Address | None:
         """Note the end of a connection. Returns where the agent is, which is to be sought; None if it has connected
         again, or did not count."""
         self._forget(connection)
@@ -122,7 +125,7 @@ class LeaderAgents(Generic[ConnectionT]):
         del self.connections[connection.shards]
         return self._hellos[connection.shards].address
 
-    def _forget(self, connection: ConnectionT) -> None:
+    def _forget(self, connection: AgentConnectionT) -> None:
         for shard in connection.shards:
             if self.carried.get(shard) is connection:
                 del self.carried[shard]

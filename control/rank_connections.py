@@ -47,9 +47,7 @@ class RankConnections:
                     told[0].send(answer)
                     return
                 greeted.append(told[0])
-                before, self.told[shard] = self.told.get(shard), told[0]
-                if before is not None:
-                    before.close()  # nobody else speaks for that rank
+                self.told[shard] = told[0]
             hear(shard, message)
 
         why = await serve_messages(channel, received, lambda writer: told.append(Told(writer, self._once, shard)))

@@ -168,6 +168,8 @@ class RankNode:
     def host_agent_ended(self, reason: str) -> list[RankAction]:
         """Note that the agent of this host has ended, by which this rank was taken into its replica."""
         self._up, self._up_refused = False, True
+        if self.machine.phase is mem.Phase.LEFT:
+            return []
         return self._orphaned(reason) or self.failed(reason)
 
     def up_acknowledged(self, at: float) -> list[RankAction]:

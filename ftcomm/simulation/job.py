@@ -375,7 +375,7 @@ class SimulatedJob:
         self._look()
 
     def lose_host(self, replica: Replica, index: int) -> None:
-        """Take the power from the host of one of its ranks. No launcher hears of that, so its ranks on others live on."""
+        """Take the power from the host of one of its ranks. No launcher hears of it, so its ranks on others live on."""
         for rank in replica.ranks:
             if rank.host == replica.hosts[index]:
                 self._end_rank(replica, rank, power=True)

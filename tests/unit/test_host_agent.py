@@ -13,6 +13,7 @@ from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.liveness import agent_described
+from ftcomm.control.member import Phase
 from ftcomm.errors import InitError
 from ftcomm.groups.group import _host_agent
 from ftcomm.settings import Settings
@@ -277,6 +278,14 @@ def test_a_port_of_the_leader_that_refuses_proves_its_end_on_its_own_host_alone(
     node.view = view(1, (0, 1), 5)
     assert bool(node.from_up(m.LeaderLost("refused", True, here))) is here
     assert node.leader_ended
+
+
+def test_a_rank_that_has_left_does_not_fail_with_its_agent() -> None:
+    node = cut_off()
+    node.machine.phase = Phase.LEFT
+    assert node.host_agent_ended("refused") == []
+    node = cut_off()
+    assert any(isinstance(action, Failed) for action in node.host_agent_ended("refused"))
 
 
 def test_a_leader_names_an_agent_that_lives_and_says_nothing() -> None:

@@ -199,3 +199,16 @@ def test_an_agent_of_another_life_is_told_so_and_counts_for_nothing() -> None:
     assert of.node.leader.addresses[3] == address(0, 3)
     assert of.agents.closed(old) is None, "nobody seeks it, and its end is no loss"
     assert of.suspects == []
+
+
+def test_an_agent_that_knows_no_life_takes_the_place_of_none_that_is_there() -> None:
+    """It may be left from an earlier life. If that other one is gone, it is the right one."""
+    of, new = Leading(), Above()
+    of.agents.received(new, m.AgentHello(address(0, 8)), 0.0)
+    assert new.closed
+    assert of.agents.connections[SHARDS] is of.above
+    assert of.agents.closed(new) is None
+    of.resets()
+    again = Above()
+    of.agents.received(again, m.AgentHello(address(0, 8)), 0.0)
+    assert of.agents.connections[SHARDS] is again

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import threading
 import time
 from typing import Any
@@ -201,6 +202,49 @@ def test_a_reset_above_begins_no_new_wait_for_a_rank_that_joins() -> None:
         job.close()
 
 
+def test_an_agent_whose_leader_has_ended_too_gives_its_port_back_at_once() -> None:
+    """A replica of which all processes have ended is started again, and its new agent listens there."""
+    job = Job(1, RANKS)
+    hosts = Hosts(job, job.led())
+    try:
+        hosts.register()
+        agent = hosts.agents[1]
+        hosts.relays[1]._listener.shutdown(socket.SHUT_RDWR)
+        hosts.relays[1].close()
+        until(lambda: isinstance(agent.process.up.refused, ConnectionRefusedError))
+        for rank in (4, 5):
+            hosts.ranks[rank].stop()
+        begun = time.monotonic()
+        agent.close(well=False)
+        assert time.monotonic() - begun < host_agent_process.LAST
+        listen(*agent.address).close()
+    finally:
+        hosts.close()
+        job.close()
+
+
+def test_an_agent_that_ends_while_it_reaches_no_leader_tells_it_by_the_next_connection() -> None:
+    job = Job(1, RANKS)
+    hosts = Hosts(job, job.led())
+    try:
+        hosts.register()
+        agent, link = hosts.agents[1], hosts.agents[1].process.up.link
+        assert link is not None
+        agent.do(link._on_down, OSError("reset"))
+        writer = link._writer
+        assert writer is not None
+        agent.do(writer.close)
+        ending = threading.Thread(target=hosts.ranks[4].stop)
+        ending.start()
+        agent.close(well=False)
+        ending.join(DEADLINE)
+        until(lambda: bool(job.events_of("suspect")))
+        assert job.events_of("suspect")[0]["reason"].startswith("its shard 4 is lost: its process")
+    finally:
+        hosts.close()
+        job.close()
+
+
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_call_of_a_new_coordinator_goes_through_an_agent(rank: int) -> None:
     job = Job(1, RANKS)
@@ -322,24 +366,6 @@ def test_a_leader_that_does_not_answer_is_named_and_not_the_agent(monkeypatch: p
             one.register(3.0)
     finally:
         mute.close()
-        job.close()
-
-
-def test_a_rank_that_connects_again_ends_its_connection_before() -> None:
-    """Two processes may say that they are that rank, of which only the last one is heard."""
-    job = Job(1, RANKS)
-    try:
-        led, fields = job.led(), {"replica": 0, "shard": 3}
-        here = job.agent(0, 0, led.address).address
-        with wire.connect(led.address, CREDENTIALS, "rank", fields, DEADLINE) as first:
-            first.sendall(m.encode(m.Hello(3, here)))
-            until(lambda: 3 in led.ranks)
-            with wire.connect(led.address, CREDENTIALS, "rank", fields, DEADLINE) as second:
-                second.sendall(m.encode(m.Hello(3, here)))
-                while first.recv(1 << 16):
-                    pass  # what it was told
-                assert 3 in led.ranks
-    finally:
         job.close()
 
 
