@@ -262,6 +262,8 @@ class Admissions:
         """Take back a member that has connected again, after a restart of the coordinator or a lost connection."""
         known = self._known
         assert known.view is not None
+        if join.replica in known.job.holders:
+            known.not_lost()
         if join.epoch == known.view.epoch:
             asked = self._changes.proposal is not None and join.replica not in self._changes.proposal.promised
             again = self._changes.cancel() if asked else []  # the question or its answer may have been lost

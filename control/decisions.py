@@ -38,6 +38,7 @@ class Decisions:
         known.blame.clear()
         known.severed.clear()
         known.suspicions.keep(known.lives)
+        known.not_lost()
         conns = [known.links.conn_of(replica) for replica in sorted(hearers)]
         told = m.NewView(view)
         described = [{"replica": member.replica, "contributing": member.contributing} for member in members]

@@ -69,6 +69,8 @@ class KnownJob:
         self.held: dict[Conn, m.Withdrawn] = {}  # what is to be decided when it is not too early any more
         self.held_up: dict[int, float] = {}  # when a member that lives was mute last
         self.untold: set[Life] = set()  # those that still catch up according to the store
+        self._to_speak: set[Life] | None = None  # those that catch up while all holders may be lost, see `may_hold`
+        self._asked = 0.0  # s that this process had run when that began
         self._begun = now
         self._met = not views  # all known members have come, or had the time to, see `is_early`
         self._ticks = 0  # until `_met`
@@ -126,12 +128,31 @@ class KnownJob:
         return {link.replica: (link.divided, link.since) for link in members if link.replica not in self.job.finished}
 
     def may_hold(self, lost: set[int]) -> bool:
-        """Whether `lost` are all known holders of the state, while another member may hold it and cannot say so: the
-        store has it catching up and it has not connected since, or its leader does not hear all of its ranks."""
-        if lost <= set(self.job.finished) or not self.job.unfinished_holders <= lost:
+        """Whether `lost` are all known holders of the state, while another member may hold it: the store has it
+        catching up and it has not connected since; its leader does not hear all of its ranks; or it has not spoken
+        since this was first asked, an op timeout ago at most, so that its `CaughtUp` may be on the way."""
+        holders = self.job.unfinished_holders
+        if lost <= set(self.job.finished) or not holders <= lost:
+            self.not_lost()
             return False
-        untold = {replica for replica, life in self.untold if self.job.counts(replica, life)}
+        if self._to_speak is None:
+            others = (member for member in self.job.running if member.replica not in holders)
+            self._to_speak = {(member.replica, member.incarnation) for member in others}
+            self._asked = self.ran.seconds
+        late = self.ran.seconds - self._asked > self.timeouts.op
+        to_speak = self._to_speak if holders and not late else set[Life]()
+        untold = {replica for replica, life in self.untold | to_speak if self.job.counts(replica, life)}
         return bool((untold | self.divided().keys()) - lost)
+
+    def not_lost(self) -> None:
+        """Note that the job goes on. A later loss of all holders is another one, before which all speak again."""
+        self._to_speak = None
+
+    def spoke(self, life: Life) -> None:
+        """Note that something has come from a process, and before it what that had said earlier. What it has said since
+        may still be on the way."""
+        if self._to_speak is not None:
+            self._to_speak.discard(life)
 
     def present(self, replicas: Collection[int], doubtful: Set[int], now: float) -> set[int]:
         """Returns those of `replicas` that have just given a sign of life. After a restart all count as heard, so they

@@ -26,6 +26,7 @@ class Presence:
         from when the first one does."""
         known = self._known
         known.detector.heard(link.replica, now)
+        known.spoke((link.replica, link.incarnation))
         known.suspicions.heard((link.replica, link.incarnation))
         if known.unheard is None or not known.job.contributes(link.replica, link.incarnation):
             return []

@@ -148,6 +148,7 @@ class Suspects:
         self._known.suspicions.drop(accusation)
         if not accusation.refuted:
             return self._lost.lose({replica: accusation.why}, proved=True)
+        self._known.not_lost()
         reason = f"replica {accusation.by} says that it has ended ({accusation.why}), and it answers"
         return [Log("not_removed", {"replica": replica, "reason": reason})]
 

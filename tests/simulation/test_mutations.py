@@ -1002,6 +1002,17 @@ def judges_while_nobody_speaks(patch: Patch) -> None:
     patch.setattr(UnmissedLeaders, "_hears_another", lambda self, others, now: True)
 
 
+def ends_before_all_have_spoken(patch: Patch) -> None:
+    """A job ends with the last replica that is known to hold the state, though another one has just said so."""
+    may_hold = KnownJob.may_hold
+
+    def hasty(self: KnownJob, lost: set[int]) -> bool:
+        self._to_speak = set()
+        return may_hold(self, lost)
+
+    patch.setattr(KnownJob, "may_hold", hasty)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "lets-changes-wait": (lets_changes_wait, "unsaid", 30),
@@ -1079,6 +1090,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "ends-with-who-leaves": (ends_with_who_leaves, "calm", 400),
     "leaves-what-it-has-taken": (leaves_what_it_has_taken, "calm", 400),
     "doubts-are-losses": (doubts_are_losses, "severed", 100),
+    "ends-before-all-have-spoken": (ends_before_all_have_spoken, "growth", 10),
     "ends-without-a-message": (ends_without_a_message, "calm", 400),
     "leaves-untold": (leaves_untold, "calm", 350),
     "forgets-what-is-unsent": (forgets_what_is_unsent, "calm", 350),
@@ -1127,6 +1139,7 @@ FIRST = {
     "counts-the-ops-of-who-was-never-in": 12,
     "doubts-are-losses": 17,
     "ended-serves-on": 8,
+    "ends-before-all-have-spoken": 32,
     "ends-with-who-leaves": 59,
     "ends-without-a-message": 3,
     "ends-without-proof": 5,
@@ -1174,6 +1187,7 @@ FIRST = {
 # has static groups.
 STEP = {
     "leaves-what-is-unsent": 5,
+    "ends-before-all-have-spoken": 5,
     "ends-with-who-leaves": 7,
     "leaves-what-it-has-taken": 7,
     "doubts-are-losses": 7,

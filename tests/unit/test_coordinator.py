@@ -157,6 +157,85 @@ def test_one_that_has_caught_up_carries_the_job_on_alone() -> None:
 def test_without_anybody_who_holds_the_state_the_job_has_failed() -> None:
     script = catching_up(2, 1)
     script.lose(0, ProbeOutcome.ENDED)
+    assert not script.done  # the other one may have said that it holds it
+    script.tell(11, m.Heartbeat(5))
+    script.tick()
+    assert "no replica that holds the state" in script.done[0]
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_what_is_on_the_way_from_one_that_has_caught_up_comes_before_the_end_of_the_job(restarted: bool) -> None:
+    """The last one that is known to hold the state ends, by proof or by its next life."""
+    script = catching_up(2, 1)
+    if restarted:
+        script.outcomes["life-0"] = ProbeOutcome.UNREACHABLE
+        script.cut(0)
+        pass_time(script, 3.0, speak=[11])
+        script.join(20)
+    else:
+        script.lose(0, ProbeOutcome.ENDED)
+    script.tell(11, m.CaughtUp(5))
+    if restarted:
+        script.join(20)  # as soon as its connection is closed
+    else:
+        script.tick()
+    assert script.newest == ((1,), {1})
+    assert not script.done
+
+
+@pytest.mark.parametrize("how", ["refuted", "came back"])
+def test_a_loss_that_was_none_is_no_reason_to_wait_less_for_the_next(how: str) -> None:
+    script = catching_up(2, 1)
+    script.answers.add("life-0")
+    if how == "refuted":
+        script.tell(11, m.Suspect(0, "life-0", "its process ended", True))
+    else:
+        script.outcomes["life-0"] = ProbeOutcome.UNREACHABLE
+        script.cut(0)
+        pass_time(script, 3.0, speak=[11])
+        script.join(20)  # another process of that number, which is sent away
+        script.join(0, "life-0", script.epoch)
+    pass_time(script, 30.0, speak=[0, 11])
+    script.answers.clear()
+    script.lose(0, ProbeOutcome.ENDED)
+    assert not script.done
+    script.tell(11, m.CaughtUp(5))
+    script.tick()
+    assert script.newest == ((1,), {1})
+
+
+def test_nobody_is_waited_for_when_the_training_is_complete() -> None:
+    script = Script(3)
+    script.lose(1)
+    script.lose(2)
+    script.install(0)
+    script.rejoin(1, [0])
+    script.rejoin(2, [0, 11])
+    script.do(script.coordinator.drain())
+    script.promise(0, 11, 12)
+    script.tell(0, m.Finished())
+    script.outcomes.update({"life-11": ProbeOutcome.ENDED, "life-12": ProbeOutcome.ENDED})
+    script.cut(11)
+    script.cut(12)
+    pass_time(script, 1.0, speak=[])
+    assert script.done == [""]
+
+
+def test_one_that_does_not_speak_is_waited_for_no_longer_than_an_op() -> None:
+    script = catching_up(2, 1)
+    script.lose(0, ProbeOutcome.ENDED)
+    pass_time(script, TIMEOUTS.op / TIMEOUTS.heartbeat - 1, speak=[])
+    assert not script.done
+    pass_time(script, 2.0, speak=[])
+    assert "no replica that holds the state" in script.done[0]
+
+
+def test_one_that_ends_before_it_speaks_is_waited_for_no_more() -> None:
+    script = catching_up(2, 1)
+    script.lose(0, ProbeOutcome.ENDED)
+    assert not script.done
+    script.lose(11, ProbeOutcome.ENDED)
+    script.tick()
     assert "no replica that holds the state" in script.done[0]
 
 

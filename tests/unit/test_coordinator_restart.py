@@ -403,4 +403,7 @@ def test_a_restarted_one_ends_no_job_before_it_has_heard_of_all_whether_they_hav
         assert not script.done
         script.do(script.coordinator.probed(search(1, "life-11"), ProbeOutcome.ENDED, script.now))
         script.do(script.coordinator.probed(search(0, "life-0"), ProbeOutcome.ENDED, script.now))
+        assert not script.done
+        pass_time(script, 0.2, speak=[12])
+        script.do(script.coordinator.probed(search(0, "life-0"), ProbeOutcome.ENDED, script.now))
     assert bool(script.done) is not comes
