@@ -1,8 +1,8 @@
 """The workers of `pytest -n` as forks of the server that forks ranks.
 
 A worker takes 10 s of a core until it has its first test, two thirds of it to import torch, and starts a server of its
-own, which imports it again. A run of `make test` has nine workers, and `.ci/run` thirteen. Here pytest starts one
-server, which forks all workers, and all ranks of their jobs.
+own, which imports it again. A run of `make test` has ten workers, and `.ci/run` twenty. Here pytest starts one server,
+which forks all workers, and all ranks of their jobs.
 """
 
 from __future__ import annotations
