@@ -21,8 +21,8 @@ Neither silence nor a connection that ends proves a death. A member is removed i
 
 If no contributing member can be heard, the coordinator itself is cut off: it decides nothing and goes on looking for
 them. It decides nothing either while no holder of the state is whole. The job ends when all holders of its state are
-proved to have ended. If a connection for data ends between two members that live, a view of the same members makes it
-again.
+proved to have ended, and none that catches up has become one (`KnownJob.may_hold`). If a connection for data ends
+between two members that live, a view of the same members makes it again.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from ftcomm.control.agent_ranks import agent_ranks
+from ftcomm.control.links import BACKLOG
 from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import InitError
 from ftcomm.launch import reaper
@@ -172,7 +173,7 @@ class ReplicaProcesses:
             if self._options.ranks_per_replica > 1:
                 # Bound here and inherited by shard 0: no other process can take the port in between, and a rank that
                 # comes first finds its leader listening.
-                leader = stack.enter_context(socket.create_server((self.host, 0)))
+                leader = stack.enter_context(socket.create_server((self.host, 0), backlog=BACKLOG))
                 environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
             agent: socket.socket | None = None
             for rank in range(self._options.ranks_per_replica):
@@ -184,7 +185,7 @@ class ReplicaProcesses:
                     own["FTCOMM_LEADER_FD"] = str(leader.fileno())
                 agents = agent_ranks(rank, self._options.host_ranks, self._options.ranks_per_replica)
                 if agents and rank == agents.start:
-                    agent = stack.enter_context(socket.create_server((self.host, 0)))
+                    agent = stack.enter_context(socket.create_server((self.host, 0), backlog=BACKLOG))
                     pass_fds = (agent.fileno(),)
                     own["FTCOMM_HOST_AGENT_FD"] = str(agent.fileno())
                 if agents and agent is not None:

@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, quote, unquote, urlparse
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ftcomm.control.links import BACKLOG
 from ftcomm.control.rank_name import rank_name
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.launch.torchrun.store_contents import LIFE
@@ -212,7 +213,7 @@ def _join(
     if shards > 1:
         key = f"{keys}/leader/{rank // shards}"
         if rank % shards == 0:
-            listener = socket.create_server((host, 0))
+            listener = socket.create_server((host, 0), backlog=BACKLOG)
             store.set(key, f"{host}:{listener.getsockname()[1]}")
         leader = store.get(key).decode()
     settings = Settings(

@@ -43,9 +43,14 @@ def with_agents(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
     reduce_forever(group, notes, arguments)
 
 
+def says_its_agent(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    notes.write(kind="host agent", pid=group._agent.host_agent_pid)
+    reduce_forever(group, notes, arguments)
+
+
 def job(folder: Path, **settings: Any) -> Job:
     given: dict[str, Any] = dict(replicas=2, ranks=RANKS, host_ranks=HOST_RANKS, elements=1000, steps=ENDLESS)
-    return Job(folder, body=with_agents, **{**given, **settings})
+    return Job(folder, **{"body": with_agents, **given, **settings})
 
 
 def agent_of(running: Job, replica: int = VICTIM) -> int:
@@ -175,11 +180,13 @@ def test_an_agent_that_is_stopped_for_a_while_is_no_loss(tmp_path: Path) -> None
         check(running)
 
 
-def test_one_host_and_one_process_start_no_agent(tmp_path: Path) -> None:
-    with job(tmp_path, ranks=2, host_ranks=2) as running:
+def test_a_replica_on_one_host_starts_no_agent(tmp_path: Path) -> None:
+    with job(tmp_path, ranks=2, host_ranks=2, body=says_its_agent) as running:
         running.wait_contributing({0, 1})
         go_on(running, [0, 1])
-        assert not [note for _, _, note in running.notes() if note["kind"] == "host agent"]
+        said = [note["pid"] for _, _, note in running.notes() if note["kind"] == "host agent"]
+        assert len(said) == 4
+        assert not any(said)
         running.drain()
         for replica in range(2):
             assert running.join(replica) == [0, 0]
