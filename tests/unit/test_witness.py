@@ -23,6 +23,7 @@ from ftcomm.control import handshake, liveness, witness
 from ftcomm.control.agent import Agent
 from ftcomm.control.companion import dismissed
 from ftcomm.control.links import Listener, listen
+from ftcomm.control.messages import Finished
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
@@ -323,6 +324,7 @@ def test_a_rank_waits_for_no_message_that_a_leader_that_has_ended_would_have_pas
     """Another host refuses, which proves nothing to a rank that trains."""
     with Replica("another container", host="elsewhere") as replica:
         until(replica.met)
+        replica.leader.tell(Finished(True))  # without that it would be lost, and the leader tell it to the rank
         replica.leader.stop()
         until(lambda: replica.rank._node.leader_ended)
         replica.rank.finish(NEVER)
