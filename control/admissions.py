@@ -81,8 +81,10 @@ class Admissions:
                 actions += self._suspects.disconnected(old, now)
             actions.append(Close(old))
         if not known.job.counts(replica, join.incarnation) and known.job.is_member(replica):
-            if known.is_early(now) or known.may_hold({replica}):
+            if known.is_early(now):
                 return [*actions, Close(conn)]  # it tries again
+            if known.may_hold({replica}):
+                return [*actions, *self._lost.postpone({replica: "restarted"}), Close(conn)]  # it tries again
             known.job.unfinish(replica)  # the earlier life is lost, however it ended
             actions += self._decisions.store_finishes()
             actions += self._lost.lose({replica: "restarted"}, proved=True)

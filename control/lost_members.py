@@ -20,6 +20,7 @@ class LostMembers:
     ) -> None:
         self._known, self._joiner_messages, self._decisions, self._changes = known, joiner_messages, decisions, changes
         self._refused_in = 0  # the epoch in which a verdict without proof was not carried out
+        self._postponed_in = 0  # the epoch in which a proof was not acted on at once
 
     def lose(self, lost: dict[int, str], *, proved: bool, why: str = "") -> list[CoordinatorAction]:
         """Make a view without `lost` at once, and give up a change in which no member is known to run. With `proved`
@@ -33,7 +34,7 @@ class LostMembers:
         if not proved and known.job.unfinished_holders <= set(lost):
             return self.refuse_to_remove(lost)
         if known.may_hold(set(lost)):
-            return []  # until those connect, or are proved to have ended; the lost ones are probed again
+            return self.postpone(lost)
         actions = self._changes.cancel()
         step = None if known.job.settled else base.step  # members that have not run yet begin there
         gone = set(lost) | {replica for replica in known.job.finished if known.links.conn_of(replica) is None}
@@ -91,6 +92,13 @@ class LostMembers:
             "look at their output. What is stored is kept; to start the job again, from its last checkpoint, remove it"
         )
         return [Log("ended", {"reason": reason}), Unfit(reason)]
+
+    def postpone(self, lost: dict[int, str]) -> list[CoordinatorAction]:
+        """Say that the job does not end with `lost` yet; see `KnownJob.may_hold`. They are asked for again."""
+        if self._postponed_in == self._known.job.epoch:
+            return []
+        self._postponed_in = self._known.job.epoch
+        return [Log("postponed", {"replica": replica, "reason": why}) for replica, why in lost.items()]
 
     def refuse_to_remove(self, lost: dict[int, str]) -> list[CoordinatorAction]:
         if not lost or self._refused_in == self._known.job.epoch:

@@ -48,7 +48,7 @@ RESERVED = frozenset(
         "refused",
         "removed",
     }
-    | {"ended", "outdated", "not_removed", "store", "suspect", "view"}
+    | {"ended", "outdated", "not_removed", "postponed", "store", "suspect", "view"}
     | {"coordinator_started", "coordinator_stopped", "ending_removed", "process_exited", "process_started"}
     | {"leave_asked", "restart_asked", "restarting"}
 )

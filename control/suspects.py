@@ -139,12 +139,14 @@ class Suspects:
                 actions += self._judge(accusation)
             elif not known.may_hold({member.replica}):
                 actions.append(known.suspicions.ask(accusation, member.ranks[accusation.shard], known.ran.seconds))
+            else:
+                actions += self._lost.postpone({member.replica: accusation.why})
         return actions
 
     def _judge(self, accusation: Accusation) -> list[CoordinatorAction]:
         replica = accusation.life[0]
         if not accusation.refuted and self._known.may_hold({replica}):
-            return []  # decided later
+            return self._lost.postpone({replica: accusation.why})
         self._known.suspicions.drop(accusation)
         if not accusation.refuted:
             return self._lost.lose({replica: accusation.why}, proved=True)

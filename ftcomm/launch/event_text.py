@@ -29,6 +29,9 @@ def describe(event: Mapping[str, Any]) -> str | None:
         return str(event.get("reason"))
     if kind == "not_removed":
         return f"replica {event.get('replica')} is not given up: {event.get('reason')}"
+    if kind == "postponed":
+        waits = "another one may hold the state of the training, and is waited for"
+        return f"replica {event.get('replica')} is lost ({event.get('reason')}), and with it maybe the job: {waits}"
     if kind == "caught_up":
         return f"replica {event.get('replica')} has caught up at step {event.get('step')}"
     if kind == "training_pauses":

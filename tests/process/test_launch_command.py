@@ -152,12 +152,12 @@ def test_each_peer_by_tcp_takes_as_many_sockets_as_a_rank_asks_room_for(shell: S
         ftcomm.allreduce(np.ones(1, np.float32))
         """
     )
-    most = {}
+    least = {}  # another process may be dialling a rank at that moment, and hardly all of them
     for replicas in (2, 5):
         code, out, err = shell.run("run", "--replicas", str(replicas), "script.py")
         assert code == 0, err
-        most[replicas] = max(int(line.rpartition(" ")[2]) for line in out.splitlines())
-    assert most[5] - most[2] == 3 * JOB_PEER
+        least[replicas] = min(int(line.rpartition(" ")[2]) for line in out.splitlines())
+    assert least[5] - least[2] == 3 * JOB_PEER
 
 
 def test_a_module_runs_as_with_python(shell: Shell) -> None:

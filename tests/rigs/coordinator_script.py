@@ -9,7 +9,7 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
-from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Persist, Send, StoreFinishes, Unfit
+from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Log, Persist, Send, StoreFinishes, Unfit
 from ftcomm.control.finishes import NO_FINISHES
 from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
@@ -36,6 +36,7 @@ class Script:
         self.sent: dict[int, list[m.Message]] = collections.defaultdict(list)
         self.done: list[str] = []
         self.unfit: list[str] = []
+        self.logs: list[Log] = []
         self.outcomes: dict[str, ProbeOutcome] = {}  # of a probe, by the life that it is to; else it is answered
         self.probed: list[Probe] = []
         self.answers: set[str] = set()  # lives that do when they are asked
@@ -64,6 +65,8 @@ class Script:
                 self.done.append(action.failed)
             elif isinstance(action, Unfit):
                 self.unfit.append(action.reason)
+            elif isinstance(action, Log):
+                self.logs.append(action)
             elif isinstance(action, Probe):
                 self.probed.append(action)
                 life = action.life[1]
@@ -152,13 +155,19 @@ def catching_up(replicas: int, which: int) -> Script:
 
 
 def two_that_catch_up() -> Script:
-    """Of three one contributes. A coordinator has come that knows what was stored, and that can reach nobody."""
+    """Of three one contributes."""
     script = Script(3)
     script.lose(1)
     script.lose(2)
     script.install(0)
     script.rejoin(1, [0])
     script.rejoin(2, [0, 11])
+    return script
+
+
+def unheard_by_a_new_coordinator() -> Script:
+    """Of three one contributes. The coordinator knows what was stored, and can reach nobody."""
+    script = two_that_catch_up()
     script.restart()
     script.outcomes = dict.fromkeys(("life-0", "life-11", "life-12"), ProbeOutcome.UNREACHABLE)
     return script

@@ -26,6 +26,7 @@ from tests.rigs.coordinator_script import (
     rejoin_all,
     search,
     two_that_catch_up,
+    unheard_by_a_new_coordinator,
 )
 
 
@@ -74,7 +75,7 @@ def test_it_is_the_rank_that_was_proved_to_have_ended_that_is_asked() -> None:
 @pytest.mark.parametrize("giver", ["lives", "is gone", "has ended"])
 def test_a_proof_outlives_who_gave_it(giver: str) -> None:
     """It is said once, and could not be decided on then: who catches up could not say yet whether it had caught up."""
-    script = two_that_catch_up()
+    script = unheard_by_a_new_coordinator()
     epoch = script.epoch
     script.join(12, epoch=epoch)
     script.tell(12, m.Suspect(0, "life-0", "its process ended", True))
@@ -205,12 +206,7 @@ def test_a_loss_that_was_none_is_no_reason_to_wait_less_for_the_next(how: str) -
 
 
 def test_nobody_is_waited_for_when_the_training_is_complete() -> None:
-    script = Script(3)
-    script.lose(1)
-    script.lose(2)
-    script.install(0)
-    script.rejoin(1, [0])
-    script.rejoin(2, [0, 11])
+    script = two_that_catch_up()
     script.do(script.coordinator.drain())
     script.promise(0, 11, 12)
     script.tell(0, m.Finished())
@@ -226,6 +222,8 @@ def test_one_that_does_not_speak_is_waited_for_no_longer_than_an_op() -> None:
     script.lose(0, ProbeOutcome.ENDED)
     pass_time(script, TIMEOUTS.op / TIMEOUTS.heartbeat - 1, speak=[])
     assert not script.done
+    said = [log.fields for log in script.logs if log.kind == "postponed"]
+    assert said == [{"replica": 0, "reason": "its process has ended"}]
     pass_time(script, 2.0, speak=[])
     assert "no replica that holds the state" in script.done[0]
 

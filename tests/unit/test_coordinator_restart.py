@@ -22,7 +22,7 @@ from tests.rigs.coordinator_script import (
     pass_time,
     rejoin_all,
     search,
-    two_that_catch_up,
+    unheard_by_a_new_coordinator,
 )
 
 
@@ -385,7 +385,7 @@ def test_a_store_that_is_older_than_all_lives_is_of_no_use_however_late_they_com
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_restarted_one_ends_no_job_before_it_has_heard_of_all_whether_they_have_caught_up(comes: bool) -> None:
     """However long nobody could reach it. The store has one that contributes, who has ended, and two that catch up."""
-    script = two_that_catch_up()
+    script = unheard_by_a_new_coordinator()
     epoch = script.epoch
     pass_time(script, 3.0)
     script.join(12, epoch=epoch)

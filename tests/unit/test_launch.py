@@ -315,6 +315,9 @@ def test_text_for_events() -> None:
     holds = (
         "no other replica holds the state of the training, and it is not proved that its process has ended (1: silent)"
     )
+    waited = describe({"kind": "postponed", "replica": 1, "reason": "restarted"})
+    assert waited is not None
+    assert waited.startswith("replica 1 is lost (restarted), and with it maybe the job")
     assert describe({"kind": "not_removed", "replica": 1, "reason": holds}) == f"replica 1 is not given up: {holds}"
     assert replicas([2]) == "replica 2"
     assert replicas([2, 0]) == "replicas 0, 2"
