@@ -15,12 +15,9 @@ It ends with that rank, and the replica ends with either:
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -29,12 +26,12 @@ import msgspec
 
 from ftcomm.control import handshake, liveness
 from ftcomm.control import messages as m
-from ftcomm.control.companion import begin, charged, dismissed
+from ftcomm.control.companion import charged
+from ftcomm.control.companion_loop import LAST, Tasks, prepare, run_companion, within
 from ftcomm.control.dropped import drop
 from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToOwnLeader
 from ftcomm.control.leader_driver import AGENT
-from ftcomm.control.leader_process import FOR_RANKS, LAST, within
-from ftcomm.control.links import Listener, event_loop, listen
+from ftcomm.control.links import Listener, listen
 from ftcomm.control.rank_connections import RankConnections, RankListener, Sought, seek
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
@@ -44,8 +41,6 @@ from ftcomm.control.upward_link import UpwardLink
 from ftcomm.control.view_differences import EncodedOnce
 from ftcomm.control.views import Address
 from ftcomm.control.witness import PURPOSE as WITNESS
-
-log = logging.getLogger("ftcomm.control")
 
 HELD = 0.02  # s for which a message waits for the same one of other ranks
 
@@ -113,21 +108,16 @@ class HostAgentProcess:
         self._tried = asyncio.Event()  # to connect to the leader
         self._settled = asyncio.Event()  # there is a connection to it, or nobody listens at its port
         self._flushes = False  # soon
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = Tasks()
 
     async def run(self, begun: Callable[[], None], ended: asyncio.Future[bool]) -> None:
-        """Serve the ranks until the first one has `ended`, as it should (True) or not. `begun` is called when the agent
-        tries to reach the leader. Raises the error of a part of it, if there is one."""
+        """Serve the ranks until the first one has `ended`; see `CompanionProcess`. It serves when it tries
+        to reach the leader."""
         self.up.open(lambda message: self._do(self.node.from_leader, message, time.monotonic()))
-        self._spawn(self._beats())
-        self._spawn(self._listen())
+        self._tasks.spawn(self._beats())
+        self._tasks.spawn(self._listen())
         begun()
-        either: set[asyncio.Future[Any]] = {ended, self._broken}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._broken.done():
-            self._broken.result()
-        await self._end(ended.result())
+        await self._end(await self._tasks.until(ended))
 
     async def _listen(self) -> None:
         """Serve connections, of ranks as soon as it is known whether the leader is there."""
@@ -139,16 +129,6 @@ class HostAgentProcess:
         finally:
             for listener in listeners:
                 await listener.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
-                self._broken.set_exception(error)
-
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(ended)
 
     # -- the leader ----------------------------------------------------------------------------------------------
 
@@ -200,7 +180,7 @@ class HostAgentProcess:
             refused=lambda: self._do(self.node.rank_refused, shard, why),
             acknowledged=lambda at: None,  # the kernel of this host answers for it
         )
-        self._spawn(seek(there, self._credentials, self._charge.timeouts, tell))
+        self._tasks.spawn(seek(there, self._credentials, self._charge.timeouts, tell))
 
     # -- what the node wants -------------------------------------------------------------------------------------
 
@@ -245,8 +225,7 @@ class HostAgentProcess:
         await within(LAST, _all(*self._connections.flushed(), *up))
         if self.up.link is not None and self.up.link.is_up:
             await within(LAST, self._connections.closed())
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self.up.close()
         self._connections.close()
 
@@ -255,27 +234,12 @@ async def _all(*waits: Coroutine[Any, Any, None]) -> None:
     await asyncio.gather(*waits)
 
 
-async def _run(charge: AgentCharge, sock: socket.socket, ranks: socket.socket, end: int) -> None:
-    ended = asyncio.get_running_loop().run_in_executor(None, dismissed, sock, end)
-    await HostAgentProcess(charge, ranks).run(lambda: begin(sock), ended)
-
-
 def main() -> None:
     sock, data, descriptors = charged()
-    for number in FOR_RANKS:
-        signal.signal(number, signal.SIG_IGN)
     charge = _CHARGE.decode(data)
-    logging.basicConfig(level=charge.level, format="%(asctime)s ftcomm %(levelname)s: %(message)s", stream=sys.stderr)
-    ranks, end = socket.socket(fileno=descriptors[0]), descriptors[1] if len(descriptors) > 1 else -1
-    try:
-        event_loop().run_until_complete(_run(charge, sock, ranks, end))
-        code = 0
-    except BaseException as error:
-        last = charge.first + charge.count - 1
-        who = charge.first, last, charge.replica
-        log.error("the agent of shards %d to %d of replica %d cannot go on: %r", *who, error, exc_info=error)
-        code = 1
-    os._exit(code)  # the thread that waits for the end of the first rank may still do
+    prepare(charge.level)
+    name = f"the agent of shards {charge.first} to {charge.first + charge.count - 1} of replica {charge.replica}"
+    os._exit(run_companion(name, lambda ranks: HostAgentProcess(charge, ranks), sock, descriptors))
 
 
 if __name__ == "__main__":

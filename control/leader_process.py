@@ -9,49 +9,38 @@ a long C call, a debugger), they hear of views. The two end with each other, and
     the leader ends          its connection tells shard 0, which tells the coordinator, and ends; its witness
                              (`ftcomm.control.leader_witness`) tells the coordinator, too, as shard 0 may be held
     the leader is stopped    its kernel answers, so it is waited for, like a rank that is, and removed as a stall
-
-It goes by the end of shard 0 alone: signals to stop are for the ranks, which leave at a boundary and need it until
-then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import logging
 import os
 import secrets
-import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from ftcomm.control import handshake
-from ftcomm.control.companion import begin, charged, dismissed
+from ftcomm.control.companion import charged
+from ftcomm.control.companion_loop import LAST, Tasks, prepare, run_companion, within
 from ftcomm.control.dropped import drop
 from ftcomm.control.hopeless import ask_until_over
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_driver import LeaderDriver
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.leader_witness import LeaderWitness
-from ftcomm.control.links import Listener, event_loop
+from ftcomm.control.links import Listener
 from ftcomm.control.liveness import state_of
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.tls import Files, Tls
 from ftcomm.control.unstarted import NamedRank, asking_times
-from ftcomm.control.wait_for import wait_for
-
-log = logging.getLogger("ftcomm.control")
 
 GARBAGE = 50_000  # objects that are made and not freed before the garbage collector looks
-LAST = 2.0  # s for what is said at the end
-FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class LeaderCharge(msgspec.Struct, frozen=True):
@@ -89,25 +78,23 @@ class LeaderProcess:
         """`ranks` listens for them; `moved` is as of `LeaderDriver`."""
         self._charge, self._socket = charge, ranks
         self._credentials = charge.credentials
+        self._tasks = Tasks()
         replica, timeouts = charge.rank.replica, charge.timeouts
         self.node = LeaderNode(replica, charge.life, charge.ranks, timeouts, state_of, processes=charge.processes)
         self.driver = LeaderDriver(
             *(self.node, charge.rank, self._credentials, charge.coordinator, charge.host, timeouts),
             do=self._do,
-            spawn=self._spawn,
+            spawn=self._tasks.spawn,
             trains=lambda: self.node.leader.view is not None,
             moved=moved,
         )
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, begun: Callable[[], None], ended: asyncio.Future[bool]) -> None:
-        """Lead until shard 0 has `ended`, as it should (True) or not. `begun` is called when the leader listens. Raises
-        the error of a part of it, if there is one: no rank may take a leader for one that lives."""
+        """Lead until shard 0 has `ended`; see `CompanionProcess`."""
         listener = Listener(self._socket, self._credentials, self._serve)
         self.driver.open()
-        self._spawn(self._beats())
-        self._spawn(
+        self._tasks.spawn(self._beats())
+        self._tasks.spawn(
             ask_until_over(
                 *(self._charge.rank, self._charge.coordinator, self._credentials),
                 asking_times(0, self._charge.ranks, self._charge.timeouts.heartbeat),
@@ -118,22 +105,8 @@ class LeaderProcess:
             )
         )
         begun()
-        either: set[asyncio.Future[Any]] = {ended, self._broken}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._broken.done():
-            self._broken.result()
-        await self._end(ended.result())
+        await self._end(await self._tasks.until(ended))
         await listener.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
-                self._broken.set_exception(error)
-
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(ended)
 
     def _do(self, event: Callable[..., Sequence[ToCoordinator | ToRank]], *args: Any) -> None:
         """Tell the node of an event, and carry out its actions."""
@@ -156,17 +129,11 @@ class LeaderProcess:
     async def _end(self, well: bool) -> None:
         """Take what shard 0 has said last, say that it has ended, and let the others have that."""
         await within(LAST, self.driver.closed(0))
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         if not well:
             self._do(self.node.rank_lost, 0, f"its process {self._charge.pid} has ended")
         await within(LAST, self.driver.flushed())
         self.driver.close()
-
-
-async def within(seconds: float, work: Coroutine[Any, Any, object]) -> None:
-    with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-        await wait_for(seconds, work)
 
 
 def collect_seldom() -> None:
@@ -176,33 +143,18 @@ def collect_seldom() -> None:
     gc.set_threshold(GARBAGE)
 
 
-async def _lead(
-    charge: LeaderCharge, sock: socket.socket, ranks: socket.socket, end: int, witness: LeaderWitness
-) -> None:
-    loop = asyncio.get_running_loop()
-    ended = loop.run_in_executor(None, dismissed, sock, end)
-    await LeaderProcess(charge, ranks, witness.moved).run(lambda: begin(sock), ended)
-
-
 def main() -> None:
     sock, data, descriptors = charged()
-    for number in FOR_RANKS:
-        signal.signal(number, signal.SIG_IGN)
     charge = _CHARGE.decode(data)
-    logging.basicConfig(level=charge.level, format="%(asctime)s ftcomm %(levelname)s: %(message)s", stream=sys.stderr)
+    prepare(charge.level)
     who = charge.coordinator, charge.credentials, charge.rank.replica, charge.life
     witness = LeaderWitness(*who, charge.timeouts.give_up, (sock.fileno(), *descriptors))
     collect_seldom()
-    ranks, end = socket.socket(fileno=descriptors[0]), descriptors[1] if len(descriptors) > 1 else -1
-    loop = event_loop()
-    try:
-        loop.run_until_complete(_lead(charge, sock, ranks, end, witness))
+    name = f"the leader of replica {charge.rank.replica}"
+    code = run_companion(name, lambda ranks: LeaderProcess(charge, ranks, witness.moved), sock, descriptors)
+    if code == 0:
         witness.dismiss()
-        code = 0
-    except BaseException as error:
-        log.error("the leader of replica %d cannot go on: %r", charge.rank.replica, error, exc_info=error)
-        code = 1
-    os._exit(code)  # the thread that waits for the end of shard 0 may still do
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ftcomm.control import messages as m
 from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToOwnLeader
-from ftcomm.control.rank_connections import Sought
+from ftcomm.control.rank_connections import RankListener, Sought
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.view_differences import ViewsSent
 from ftcomm.simulation.mirror import NoConnection
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
+from ftcomm.simulation.rank_connections import serve
 from ftcomm.simulation.seek import seek
 from ftcomm.simulation.world import Process, World
 
@@ -70,38 +69,28 @@ class SimulatedHostAgent(Process):
             self._up.break_()
 
     def accepts(self, connection: SimulatedConnection, purpose: str, fields: dict[str, Any]) -> bool:
-        shard = fields["shard"]
-
-        def received(message: m.Message) -> None:
-            if connection not in self._ranks.values():
-                answer = self.node.turned_away(message)
-                if answer is not None:
-                    connection.send(1, answer)
-                    return
-                self._ranks[shard] = connection
-            self._do(self.node.from_rank(shard, message))
-
-        connection.receive[1] = received
-        connection.told = ViewsSent(shard)
-        connection.closed[1] = lambda _: self._rank_closed(shard, connection)
+        listener = RankListener(
+            turned_away=self.node.turned_away,
+            received=lambda shard, message: self._do(self.node.from_rank(shard, message)),
+            closed=self._rank_closed,
+        )
+        serve(self._ranks, fields["shard"], connection, listener)
         return purpose == "rank"
 
-    def _rank_closed(self, shard: int, connection: SimulatedConnection) -> None:
-        if self._ranks.get(shard) is connection:  # else it is here again, by another one
-            del self._ranks[shard]
-            self._do(self.node.rank_closed(shard))
-            self._look()
-            if shard == self.node.shards.start and self._end is not None:
-                self._go()
-            else:
-                there = self.node.addresses[shard]
-                tell = Sought(
-                    is_back=lambda: shard in self._ranks,
-                    ended=lambda: self._do(self.node.rank_lost(shard, "its process has ended")),
-                    refused=lambda: self._do(self.node.rank_refused(shard, "refused")),
-                    acknowledged=lambda at: None,
-                )
-                seek(self, self._network, there.pid, self._timeouts, tell)
+    def _rank_closed(self, shard: int, reason: str) -> None:
+        self._do(self.node.rank_closed(shard))
+        self._look()
+        if shard == self.node.shards.start and self._end is not None:
+            self._go()
+            return
+        there = self.node.addresses[shard]
+        tell = Sought(
+            is_back=lambda: shard in self._ranks,
+            ended=lambda: self._do(self.node.rank_lost(shard, "its process has ended")),
+            refused=lambda: self._do(self.node.rank_refused(shard, reason)),
+            acknowledged=lambda at: None,
+        )
+        seek(self, self._network, there.pid, self._timeouts, tell)
 
     def first_rank_ended(self, well: bool) -> None:
         """Take what that rank has said last; then end as well."""
@@ -144,7 +133,8 @@ class SimulatedHostAgent(Process):
             elif isinstance(action, EndConnections):
                 for shard, connection in list(self._ranks.items()):
                     connection.close(1)
-                    self._rank_closed(shard, connection)
+                    del self._ranks[shard]
+                    self._rank_closed(shard, "this agent has ended its connection")
             else:
                 for shard in action.shards:
                     if shard in self._ranks:

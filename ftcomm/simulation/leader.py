@@ -9,10 +9,11 @@ from ftcomm.control import messages as m
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_agents import LeaderAgents
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.rank_connections import Sought
+from ftcomm.control.rank_connections import RankListener, Sought
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
+from ftcomm.simulation.rank_connections import serve
 from ftcomm.simulation.seek import seek
 from ftcomm.simulation.world import Process, World
 
@@ -77,20 +78,12 @@ class SimulatedLeader(Process):
             return True
         if purpose != "rank":
             return False
-        shard = fields["shard"]
-
-        def received(message: m.Message) -> None:
-            if connection not in self._ranks.values():
-                answer = self.node.turned_away(message)
-                if answer is not None:
-                    connection.send(1, answer)
-                    return
-                self._ranks[shard] = connection
-            self._do(self.node.from_rank(shard, message, self.clock()))
-
-        connection.receive[1] = received
-        connection.told = ViewsSent(shard)
-        connection.closed[1] = lambda _: self._rank_lost(shard, connection)
+        listener = RankListener(
+            turned_away=self.node.turned_away,
+            received=lambda shard, message: self._do(self.node.from_rank(shard, message, self.clock())),
+            closed=self._rank_lost,
+        )
+        serve(self._ranks, fields["shard"], connection, listener)
         return True
 
     def _accepts_agent(self, connection: SimulatedConnection, shards: range) -> None:
@@ -105,20 +98,18 @@ class SimulatedLeader(Process):
         connection.receive[1] = lambda message: self.agents.received(told, message, self.clock())
         connection.closed[1] = closed
 
-    def _rank_lost(self, shard: int, connection: SimulatedConnection) -> None:
-        if self._ranks.get(shard) is connection:  # else it is here again, by another one
-            del self._ranks[shard]
-            if shard == 0 and self._end is not None:
-                self._go()
-            else:
-                there = self.node.leader.addresses[shard]
-                tell = Sought(
-                    is_back=lambda: shard in self._ranks,
-                    ended=lambda: self._do(self.node.rank_lost(shard, "its process has ended")),
-                    refused=lambda: self._do(self.node.rank_refused(shard, "refused")),
-                    acknowledged=lambda at: self._do(self.node.rank_acknowledged(shard, at)),
-                )
-                seek(self, self._network, there.pid, self._timeouts, tell)
+    def _rank_lost(self, shard: int, reason: str) -> None:
+        if shard == 0 and self._end is not None:
+            self._go()
+            return
+        there = self.node.leader.addresses[shard]
+        tell = Sought(
+            is_back=lambda: shard in self._ranks,
+            ended=lambda: self._do(self.node.rank_lost(shard, "its process has ended")),
+            refused=lambda: self._do(self.node.rank_refused(shard, reason)),
+            acknowledged=lambda at: self._do(self.node.rank_acknowledged(shard, at)),
+        )
+        seek(self, self._network, there.pid, self._timeouts, tell)
 
     def rank_0_ended(self, well: bool) -> None:
         """Take what shard 0 has said last; then end as well, and tell the others unless it has ended as it should."""

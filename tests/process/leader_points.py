@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftcomm.control import leader_process, own_leader
+from ftcomm.control import companion_loop, leader_process, own_leader
 from ftcomm.control import messages as m
 from ftcomm.control.companion import begin
 from ftcomm.control.leader import Leader
@@ -94,6 +94,6 @@ def _begin(folder: Path, replica: str, *args: Any) -> None:
 
 if __name__ == "__main__":
     folder, replica, pid = os.environ[ORDERS].rsplit(" ", 2)
-    leader_process.begin = functools.partial(_begin, Path(folder), replica)
+    companion_loop.begin = functools.partial(_begin, Path(folder), replica)
     watch_leader(at_points(Path(folder), int(replica), int(pid)))
     leader_process.main()

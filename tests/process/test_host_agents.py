@@ -23,7 +23,7 @@ from .job import STALL, Job, Notes
 from .test_faults import _until as until
 from .test_held import go_on, wait_removed
 from .test_kills import ENDLESS, check
-from .test_leader_process import VICTIM, hears_end, members
+from .test_leader_process import VICTIM, goes_on_until_a_change, hears_end, members
 
 pytestmark = pytest.mark.protocol
 
@@ -145,14 +145,7 @@ def test_an_agent_that_is_stopped_costs_nothing_until_the_view_has_to_change_and
     """Training needs no agent."""
     with job(tmp_path, replicas=3, **STALL) as running:
         agent = begin(running)
-        os.kill(agent, signal.SIGSTOP)
-        end = time.monotonic() + 2 * STALL["op_floor"]
-        while time.monotonic() < end:
-            go_on(running, range(3))
-        assert members(running) == [[0, 1, 2]]
-        running.kill(2)
-        running.wait_event("the loss of 2", lambda events: [0, 1] in members(running))
-        why = wait_removed(running, VICTIM)
+        why = goes_on_until_a_change(running, agent)
         assert f"the host agent of its shards {FIRST} to {RANKS - 1}, a process beside shard {FIRST}" in why, why
         go_on(running, [0])
         os.kill(agent, signal.SIGCONT)

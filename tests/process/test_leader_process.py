@@ -179,20 +179,26 @@ def test_the_end_of_a_leader_is_told_while_all_its_ranks_hold_their_interpreters
         comes_back(running)
 
 
+def goes_on_until_a_change(running: Job, pid: int) -> str:
+    """A process beside a rank of the victim is stopped, and later replica 2 killed. Returns why the victim is removed
+    then."""
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 2 * STALL["op_floor"]
+    while time.monotonic() < end:
+        go_on(running, range(3))
+    assert members(running) == [[0, 1, 2]]
+    running.kill(2)
+    running.wait_event("the loss of 2", lambda events: [0, 1] in members(running))
+    return wait_removed(running, VICTIM)
+
+
 def test_a_leader_that_is_stopped_costs_nothing_until_the_view_has_to_change_and_then_it_is_a_stall(
     tmp_path: Path,
 ) -> None:
     """Training needs no leader. The ranks end when theirs goes on; under a launcher they are ended before that."""
     with job(tmp_path, **STALL) as running:
         leader = begin(running)
-        os.kill(leader, signal.SIGSTOP)
-        end = time.monotonic() + 2 * STALL["op_floor"]
-        while time.monotonic() < end:
-            go_on(running, range(3))
-        assert members(running) == [[0, 1, 2]]
-        running.kill(2)
-        running.wait_event("the loss of 2", lambda events: [0, 1] in members(running))
-        why = wait_removed(running, VICTIM)
+        why = goes_on_until_a_change(running, leader)
         assert "waits for it" in why
         go_on(running, [0])
         os.kill(leader, signal.SIGCONT)
