@@ -3,32 +3,35 @@
     coordinator    the production `CoordinatorServer`, with a file of views, or with views in a real etcd
     leader         the production `LeaderProcess` of a replica, and the production `Agent` of its rank 0, whose data
                    plane moves no data, in one process
+    agents         with --agents: the host agents of some columns, each a production `HostAgentProcess`
+                   (`bench/control_agents.py`)
     ranks          all other ranks of some columns: `LightRank`
 
     python -m ftcomm.bench.control_parts ROLE '{"replicas": 2, ...}'
 
-A light rank is a production `RankNode` with a production `Link` to its leader, over a socket of its own. These parts of
-it are light: it shares process, thread, listening port and pid with others; the links to the members of its column,
-which live in the same process, are calls, and so is the news of their death; it moves no data, and its script only
-passes boundaries at the pace of a clock. All run on one host: of others a rank has only a label in its address, as long
-as what hosts would differ in, so that views are as large. Ranks of hosts that are cut off for a while
-(`bench/control_cut.py`) have a listening port of their own each, which is cut as well. The garbage collector, which
-would look at the objects of thousands of ranks for what one has left, runs only between what is measured.
+A light rank is a production `RankNode` with a production `Link` to its leader, or to the agent of its host, over a
+socket of its own. These parts of it are light: it shares process, thread, listening port and pid with others; the links
+to the members of its column, which live in the same process, are calls, and so is the news of their death; it moves no
+data, and its script only passes boundaries at the pace of a clock. All run on one host: of others a rank has only a
+label in its address, as long as what hosts would differ in, so that views are as large. Ranks of hosts that are cut off
+for a while (`bench/control_cut.py`) have a listening port of their own each, which is cut as well. The garbage
+collector, which would look at the objects of thousands of ranks for what one has left, runs only between what is
+measured.
+
+A host agent has its own listening ports, its own connection to the leader, and one from each of its ranks. It shares
+process, thread and pid with others, and their garbage collector runs as that of light ranks; the first rank of its host
+knows its end, and it that of the rank, by a connection, as they have no process each.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import logging
 import os
 import resource
 import secrets
-import socket
-import stat
-import struct
 import sys
 import threading
 import time
@@ -38,77 +41,38 @@ from typing import Any
 
 import msgspec
 
+from ftcomm.bench.control_agents import AgentPorts, StartedAgent, agents
 from ftcomm.bench.control_cut import Cable
+from ftcomm.bench.control_setup import (
+    HOST,
+    TO_LEADER,
+    TO_RANK,
+    MessageCounts,
+    Setup,
+    answer,
+    kind_of,
+    say,
+    usage,
+)
 from ftcomm.control import actions as act
-from ftcomm.control import liveness
+from ftcomm.control import leaderless, liveness
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control.agent import Agent, Gone
 from ftcomm.control.data_plane import DataPlane
-from ftcomm.control.handshake import Credentials
 from ftcomm.control.leader_process import LeaderCharge, LeaderProcess, collect_seldom
 from ftcomm.control.limits import RANKS
 from ftcomm.control.links import Link, Listener, listen
 from ftcomm.control.replica_reports import RESUMED
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import Store
-from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
 from ftcomm.control.views import Address, Life, View
 
-HOST = "127.0.0.1"
 LABEL = 60  # digits: a name of 15 characters, a boot id, and room
 SLICES = 50  # of a beat, in each of which a part of the ranks gives its sign of life
 STANDING = 0.1  # s between two looks of a script at the clock
 FOREVER = 1e6  # s
-TO_LEADER, TO_RANK = 0, 1  # the ways of a message
-_BYTES = struct.Struct("=120xQQ")  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
-
-
-class Setup(msgspec.Struct, frozen=True):
-    """A part's place in the emulated job."""
-
-    replicas: int
-    ranks: int
-    hosts: int  # of a replica
-    token: str
-    op_timeout: float
-    heartbeat: float | None  # None: what follows from `op_timeout`
-    begun: float  # time.monotonic() of step 0, on all parts
-    pace: float  # s of a step
-    coordinator: int = 0  # its port; 0: any, in the coordinator itself
-    store: str = ""  # the file of views, or their place in etcd
-    stands_by: bool = False  # of a coordinator: another one has the job
-    replica: int = 0  # of a leader
-    columns: tuple[int, int] = (0, 0)  # of ranks: from, to
-    at_once: int = 1  # of these, so many may be about to connect
-    flapping: int = 0  # hosts of each replica that may be cut off, from the second on: rank 0 is on the first
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return Timeouts.derive(self.op_timeout, self.heartbeat)
-
-    @property
-    def credentials(self) -> Credentials:
-        return Credentials(self.token)
-
-    @property
-    def step(self) -> int:
-        """The step that all are in by the clock."""
-        return int((time.monotonic() - self.begun) / self.pace)
-
-    def host(self, replica: int, shard: int) -> int:
-        """The host that a rank counts as being on; each has about as many consecutive ranks."""
-        return replica * self.hosts + shard * self.hosts // self.ranks
-
-    def flaps(self, shard: int) -> bool:
-        """Whether the host of a rank may be cut off."""
-        return 1 <= self.host(0, shard) <= self.flapping
-
-
-def say(**fields: Any) -> None:
-    sys.stdout.write(msgspec.json.encode(fields).decode() + "\n")
-    sys.stdout.flush()
 
 
 def address(port: int, nonce: str, host: int) -> Address:
@@ -120,29 +84,6 @@ def address(port: int, nonce: str, host: int) -> Address:
 @functools.cache
 def namespaces() -> tuple[str, str]:
     return liveness.network(), liveness.pids()
-
-
-class Measured:
-    """Counts what it takes to measure: a look at thousands of sockets, which no part of a job would take."""
-
-    cpu = 0.0  # s
-
-
-def usage() -> dict[str, Any]:
-    """CPU seconds of this process without what measuring takes, its memory in MB, and the bytes that each open
-    connection has sent and received."""
-    cpu = time.process_time() - Measured.cpu
-    carried: dict[str, tuple[int, int]] = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found = os.stat(int(name))
-            if stat.S_ISSOCK(found.st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as sock:
-                    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size)
-                carried[str(found.st_ino)] = _BYTES.unpack(info)
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    return {"cpu": cpu, "mb": pages * resource.getpagesize() / 1e6, "carried": carried}
 
 
 # -- the coordinator ---------------------------------------------------------------------------------------------------
@@ -263,8 +204,10 @@ def _lead(agent: Agent, setup: Setup) -> None:
 class LightRank:
     """One rank; see the top of this file. `column` are the ranks of its group by replica."""
 
-    def __init__(self, ranks: Ranks, replica: int, shard: int, leader: int) -> None:
+    def __init__(self, ranks: Ranks, replica: int, shard: int, leader: int, agent: AgentPorts | None = None) -> None:
+        """`leader` and `agent`: where the leader of the replica listens, and the agent of the host, if it has one."""
         self.ranks, self.replica, self.shard = ranks, replica, shard
+        self.has_agent = agent is not None
         setup = ranks.setup
         nonce = secrets.token_hex(16)
         ranks.nonces.add(nonce)
@@ -279,27 +222,50 @@ class LightRank:
         self.step = 0  # the boundary that the script comes to next
         self.standing = True  # it waits, for a view or at a boundary
         self.link = Link(
-            (HOST, leader),
+            (HOST, leader if agent is None else agent.ranks),
             ranks.credentials,
             "rank",
             {"replica": replica, "shard": shard},
             on_open=lambda: self.do(self.node.up_opened()),
             on_message=self._from_up,
-            on_down=lambda error: self.do(
-                self.node.up_lost(str(error), isinstance(error, ConnectionRefusedError), True)
-            ),
+            on_down=self._up_lost,
         )
-        self.cable = Cable(self.link, own)
+        self.cable = Cable(self.link, own, inside=self.has_agent)
+        starts = agent is not None and agent.first == shard
+        self._own_agent = StartedAgent(agent, self._agent_ended) if agent is not None and starts else None
 
     def _from_up(self, message: m.AnyMessage) -> None:
-        self.ranks.count(self.replica, message, TO_RANK)
+        self._count(message, TO_RANK)
         self.do(self.node.from_up(message))
+
+    def _count(self, message: m.AnyMessage, way: int) -> None:
+        self.ranks.counts.count(self.replica, kind_of(message), way, not self.has_agent)
+
+    def _up_lost(self, error: Exception) -> None:
+        """Take the end of the connection as `Agent` does."""
+        reason, refused = str(error), isinstance(error, ConnectionRefusedError)
+        if self.has_agent and refused and self.node.machine.incarnation:
+            self.ranks.spawn(self._end_with_agent(reason, lambda: self.node.host_agent_ended(reason)))
+        else:
+            self.do(self.node.up_lost(reason, refused, not self.has_agent))
+
+    def _agent_ended(self) -> None:
+        """Take the end of the agent that this rank has started."""
+        reason = f"replica {self.replica} cannot go on: its host agent has ended"
+        self.ranks.spawn(self._end_with_agent(reason, lambda: self.node.failed(reason)))
+
+    async def _end_with_agent(self, reason: str, end: Callable[[], list[n.RankAction]]) -> None:
+        if self.alive:
+            self.link.close()
+            there, mine = (HOST, self.ranks.setup.coordinator), (self.replica, self.node.machine.incarnation)
+            await leaderless.tell(there, self.ranks.credentials, *mine, f"its host agent has ended: {reason}")
+            self.do(end())
 
     def do(self, actions: list[n.RankAction]) -> None:
         said: list[m.Message] = []  # to the leader
         for action in actions if self.alive else ():
             if isinstance(action, n.Up):
-                self.ranks.count(self.replica, action.message, TO_LEADER)
+                self._count(action.message, TO_LEADER)
                 said.append(action.message)
                 continue
             if said:
@@ -368,7 +334,7 @@ class LightRank:
         return 0, tuple(held) if not self.stalled else ()
 
     def tick(self, now: float) -> None:
-        seconds = None if self.cable.is_pulled else self.link.unanswered()
+        seconds = None if self.cable.cuts_link else self.link.unanswered()
         if seconds is not None:
             self.do(self.node.up_acknowledged(now - seconds))
         peers = {replica: now for replica, peer in self.column.items() if peer is not self and self.reaches(peer)}
@@ -390,13 +356,15 @@ class LightRank:
             caught_up = self.node.tell(m.CaughtUp(self.step)) if behind else []
             self.do([*caught_up, *self.node.boundary(self.step)])
 
-    def end(self) -> None:
+    def end(self, with_host: bool = False) -> None:
         """End the rank, as if its process had ended: its connection closes, and those who watch it know."""
         if not self.alive:
             return
         self.alive = False
         self.ranks.nonces.discard(self.address.nonce)
         self.link.close()
+        if self._own_agent is not None:
+            self._own_agent.close(with_host)
         if self._listener is not None:
             self.ranks.close(self._listener)
         if self.column.get(self.replica) is self:
@@ -418,8 +386,7 @@ class Ranks:
         self.loop = asyncio.get_running_loop()
         self.columns: dict[int, dict[int, LightRank]] = {shard: {} for shard in range(*setup.columns)}
         self.entered: dict[int, list[float]] = {}  # epoch -> when ranks went on in it
-        # Messages between ranks and leaders, by replica and kind: how many have gone to the leader, and to a rank.
-        self.messages: dict[int, dict[str, list[int]]] = {}
+        self.counts = MessageCounts()
         self.stalled_at = 0.0
         self.held: list[tuple[LightRank, LightRank, m.Message]] = []  # what one has said to another, cut off from it
         self.freed: set[LightRank] = set()  # their scripts may go on, though no step has begun
@@ -457,32 +424,35 @@ class Ranks:
                 rank.go_on(step)
             await asyncio.sleep(STANDING)
 
-    def start(self, replica: int, leader: int) -> dict[str, Any]:
-        self._spawn(self._start(replica, leader))
+    def start(self, replica: int, leader: int, agents: list[tuple[int, int, int]]) -> dict[str, Any]:
+        self.spawn(self._start(replica, leader, {first: AgentPorts(first, *ports) for first, *ports in agents}))
         return {"started": replica}
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := self.loop.create_task(work))
         task.add_done_callback(self._tasks.discard)
 
     def close(self, listener: Listener) -> None:
-        self._spawn(listener.close())
+        self.spawn(listener.close())
 
-    async def _start(self, replica: int, leader: int) -> None:
+    async def _start(self, replica: int, leader: int, agents: dict[int, AgentPorts]) -> None:
         """Start the ranks of a replica, a few at a time: each of their processes would do its own handshake."""
         for shard, column in self.columns.items():
-            rank = column[replica] = LightRank(self, replica, shard, leader)
+            shards = self.setup.agent(shard)
+            agent = agents[shards.start] if shards else None
+            rank = column[replica] = LightRank(self, replica, shard, leader, agent)
             self._coming.append(rank)
             while len(self._coming) >= self.setup.at_once:
                 await asyncio.sleep(0.01)
                 self._coming = [rank for rank in self._coming if rank.alive and not rank.link.is_up]
 
     def kill(self, replica: int, least: int = 0, below: int = RANKS) -> dict[str, Any]:
-        """Kill those ranks of a replica that are here."""
+        """Kill those ranks of a replica that are here, and the agents of hosts all of whose ranks are killed."""
         at = time.monotonic()
         for shard, column in self.columns.items():
             if least <= shard < below and replica in column:
-                column[replica].end()
+                shards = self.setup.agent(shard)
+                column[replica].end(with_host=bool(shards) and least <= shards.start and shards.stop <= below)
         return {"killed": replica, "at": at}
 
     def stall(self, replica: int, shard: int) -> dict[str, Any]:
@@ -515,12 +485,8 @@ class Ranks:
     def times(self, epoch: int) -> dict[str, Any]:
         return {"times": self.entered.get(epoch, [])}
 
-    def count(self, replica: int, message: m.Message, way: int) -> None:
-        kinds = self.messages.setdefault(replica, {})
-        kinds.setdefault(type(message).__name__, [0, 0])[way] += 1
-
     def usage(self) -> dict[str, Any]:
-        told = {**usage(), "messages": self.messages}
+        told = {**usage(), **self.counts.told}
         gc.collect()
         return told
 
@@ -534,26 +500,10 @@ async def ranks(setup: Setup) -> None:
     working.cancel()
 
 
-# -- what all parts do -------------------------------------------------------------------------------------------------
-
-
-async def answer(calls: dict[str, Callable[..., dict[str, Any]]]) -> None:
-    """Answer what is asked on the standard input, until that ends: {"call": name, ...}."""
-    reader = asyncio.StreamReader(limit=1 << 20)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        asked = msgspec.json.decode(line)
-        name, number = asked.pop("call"), asked.pop("number")
-        begun = time.thread_time()
-        say(answers=number, **({"usage": usage} | calls)[name](**asked))
-        if name == "usage":
-            Measured.cpu += time.thread_time() - begun
-
-
 def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    role = {"coordinator": coordinator, "leader": leader, "ranks": ranks}[sys.argv[1]]
+    role = {"coordinator": coordinator, "leader": leader, "agents": agents, "ranks": ranks}[sys.argv[1]]
     asyncio.run(role(msgspec.json.decode(sys.argv[2], type=Setup)))
 
 

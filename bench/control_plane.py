@@ -1,7 +1,8 @@
 """`ftcomm bench control`: the control plane of a large job on one machine, and what failures cost it.
 
 The coordinator and the leaders are the production ones, each in a process of its own; all other ranks are light, many
-in a process. `bench/control_parts.py` says what is real about them.
+in a process. With --agents the production host agents stand between them, many in a process, too.
+`bench/control_parts.py` says what is real about them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class ControlRequest:
 
     Coordinator and leaders are those of a real job, over real sockets; the other ranks are light: they speak the real
     protocol to their leader over a connection each, move no data, and many share a process. A host is a label in the
-    addresses of its ranks. A fault is one rank that is killed, all ranks of a host, or of a replica, the coordinator
+    addresses of its ranks. With --agents each host of a replica but that of rank 0 has a host agent: those of a real
+    job, over real sockets between its ranks and their leader, but many in a process. An agent ends with its host, and
+    with the first rank there. A fault is one rank that is killed, all ranks of a host, or of a replica, the coordinator
     that is restarted while a rank dies, or dies with a rank while another one stands by ("failover": views are in a
     real etcd then, and the lease is as long as the heartbeat timeout), a rank that stands still, or hosts that flap: to
     ten of a replica, or as many as it has without that of rank 0, nothing comes through for less than the heartbeat
@@ -69,7 +72,8 @@ class ControlRequest:
     replicas: int = option(2, help="Replicas of the job.")
     ranks: int = option(64, help="Ranks of each.")
     hosts: int = option(8, help="Hosts that the ranks of each count as being on.")
-    processes: int = option(2, help="Processes for the light ranks.")
+    agents: bool = option(False, help="Let hosts have host agents, but those on which a rank 0 is.")
+    processes: int = option(2, help="Processes for the light ranks, and as many for the agents.")
     faults: tuple[str, ...] = option(USUAL, kind=choices(*FAULTS), help="One after the other.")
     rest: float = option(10.0, help="Seconds at rest that are measured; 0: none.")
     pace: float = option(1.0, help="Seconds of a step.")
@@ -83,7 +87,8 @@ class ControlRequest:
 
     def smoke(self) -> ControlRequest:
         """Two replicas of four ranks on two hosts each, to see that it runs."""
-        return ControlRequest(2, 4, 2, 1, ("rank", "host", "replica", "coordinator"), 1.0, 0.2)
+        faults = ("rank", "host", "replica", "coordinator")
+        return ControlRequest(2, 4, 2, self.agents, 1, faults, rest=1.0, pace=0.2)
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
@@ -98,6 +103,11 @@ class ControlRequest:
             control_etcd.program()
         if not 1 <= self.hosts <= self.ranks:
             raise SettingsError(f"--hosts {self.hosts}: expected 1 to {self.ranks}, a rank at least for each")
+        if self.agents and (self.hosts < 2 or self.ranks % self.hosts or self.ranks < 2 * self.hosts):
+            raise SettingsError(
+                f"--agents --ranks {self.ranks} --hosts {self.hosts}: expected 2 hosts at least, and as many ranks, 2 "
+                "at least, on each: agents are for hosts without rank 0 that have several"
+            )
         try:
             Timeouts.derive(self.op_timeout, self.heartbeat)
         except ValueError as error:
@@ -112,7 +122,9 @@ class ControlRequest:
                 f"live. As root: sysctl -w net.core.netdev_max_backlog={total}"
             )
         ports = self.replicas * -(-self.ranks // self.hosts) * self.flapping
+        agents = self.replicas * -(-self.hosts // self.processes) * (5 + self.ranks // self.hosts)
         needed = ports + 2 * max(self.ranks, self.replicas * self.ranks // self.processes) + 200
+        needed = max(needed, 200 + agents if self.agents else 0)
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if hard != resource.RLIM_INFINITY and needed > hard:
             raise SettingsError(
@@ -132,7 +144,7 @@ class ControlRequest:
 
 
 class ControlCost(msgspec.Struct, frozen=True):
-    """The cost of one part: the coordinator, the busiest leader, or all light ranks together."""
+    """The cost of one part: the coordinator, the busiest leader, all host agents or all light ranks together."""
 
     what: str  # the fault, or "start", or "rest"
     part: str
@@ -141,16 +153,28 @@ class ControlCost(msgspec.Struct, frozen=True):
     received: float  # MB
     memory: float  # MB, of the largest process
     seconds: float
+    messages: tuple[int, int] | None = None  # of a leader: to and from its host agents and light ranks
 
 
 class ControlMessages(msgspec.Struct, frozen=True):
-    """The messages of one kind between the light ranks of one replica and their leader, for each of the ranks."""
+    """The messages of one kind between the light ranks of one replica and their leader, or the agents of their hosts,
+    for each of the ranks."""
 
     what: str
     replica: int
     kind: str
     to_leader: float
     to_rank: float
+
+
+class ControlAgentMessages(msgspec.Struct, frozen=True):
+    """The messages of one kind between the host agents of one replica and their leader, for each of the agents."""
+
+    what: str
+    replica: int
+    kind: str
+    to_leader: float
+    to_agent: float
 
 
 class ControlLoss(msgspec.Struct, frozen=True):
@@ -276,12 +300,14 @@ class Emulation:
             request.pace,
             store=self._store,
             flapping=request.flapping,
+            has_agents=request.agents,
             at_once=max(1, min(AT_ONCE, MAX_HANDSHAKES // request.processes // 2)),
         )
         self._started = 0  # processes
         self.coordinator = self._part("coordinator")
         self.leaders: dict[int, ControlPart] = {}
         self.light: list[ControlPart] = []
+        self.agents: list[ControlPart] = []
         self._gone: set[int] = set()
         self._faulty: set[int] = set()  # replicas that a fault hits
         self._since = 0.0  # when it has begun
@@ -290,7 +316,7 @@ class Emulation:
 
     @property
     def _parts(self) -> list[ControlPart]:
-        return [self.coordinator, *self.leaders.values(), *self.light]
+        return [self.coordinator, *self.leaders.values(), *self.agents, *self.light]
 
     def _part(self, role: str, **fields: Any) -> ControlPart:
         """Returns a process of the emulation, which is not started yet."""
@@ -325,7 +351,8 @@ class Emulation:
             shards = 1 + (request.ranks - 1) * process // request.processes
             end = 1 + (request.ranks - 1) * (process + 1) // request.processes
             self.light.append(self._part("ranks", columns=(shards, end)))
-        await asyncio.gather(*(part.start() for part in self.light))
+            self.agents += [self._part("agents", columns=(shards, end))] if request.agents else []
+        await asyncio.gather(*(part.start() for part in (*self.light, *self.agents)))
         before = await self._usage()
         begun = time.monotonic()
         self._progress("all replicas join")
@@ -338,7 +365,10 @@ class Emulation:
         leader = self.leaders[replica] = self._part("leader", replica=replica)
         port = await leader.start()
         self._gone.discard(replica)
-        await asyncio.gather(*(part.call("start", replica=replica, leader=port) for part in self.light))
+        begins: dict[str, Any] = {"replica": replica, "leader": port}
+        made = await asyncio.gather(*(part.call("start", **begins) for part in self.agents))
+        begins["agents"] = [ports for one in made for ports in one["agents"]]
+        await asyncio.gather(*(part.call("start", **begins) for part in self.light))
 
     async def close(self) -> None:
         for part in self._parts:
@@ -368,7 +398,16 @@ class Emulation:
             new = (both[way] - known.get(name, (0, 0))[way] for name, both in after[part]["carried"].items())
             return sum(new) / 1e6
 
-        def add(name: str, parts: Collection[ControlPart]) -> None:
+        def messages(replica: int) -> tuple[int, int]:
+            """Returns how many a leader has sent, and received."""
+            counts = [0, 0]
+            for used, sign in ((before, -1), (after, 1)):
+                told = (one["at_leader"].get(str(replica), (0, 0)) for one in used.values() if "at_leader" in one)
+                for up, down in told:
+                    counts = [counts[0] + sign * down, counts[1] + sign * up]
+            return counts[0], counts[1]
+
+        def add(name: str, parts: Collection[ControlPart], counted: tuple[int, int] | None = None) -> None:
             self._report.add(
                 ControlCost(
                     what,
@@ -378,12 +417,16 @@ class Emulation:
                     sum(megabytes(part, 1) for part in parts),
                     max(float(after[part]["mb"]) for part in parts),
                     seconds,
+                    counted,
                 )
             )
 
         leaders = [part for part in after if part.role == "leader"]
         add("coordinator", [part for part in after if part.role == "coordinator"])
-        add("busiest leader", [max(leaders, key=cpu)])
+        busiest = max(leaders, key=cpu)
+        add("busiest leader", [busiest], messages(busiest.setup.replica))
+        if self.agents:
+            add("host agents", self.agents)
         add("light ranks", [part for part in after if part.role == "ranks"])
         self._count(what, before, after)
 
@@ -391,16 +434,18 @@ class Emulation:
         self, what: str, before: dict[ControlPart, dict[str, Any]], after: dict[ControlPart, dict[str, Any]]
     ) -> None:
         """Note which messages there were between the two."""
-        counts: dict[tuple[str, str], list[float]] = {}  # by replica and kind
-        for used, sign in ((before, -1), (after, 1)):
-            told = (one["messages"].items() for part, one in used.items() if part.role == "ranks")
-            for replica, kinds in itertools.chain.from_iterable(told):
-                for kind, ways in kinds.items():
-                    known = counts.setdefault((replica, kind), [0.0, 0.0])
-                    known[:] = (each + sign * n / (self.request.ranks - 1) for each, n in zip(known, ways, strict=True))
-        for (replica, kind), (up, down) in sorted(counts.items()):
-            if up or down:
-                self._report.add(ControlMessages(what, int(replica), kind, up, down))
+        found = (("ranks", self.request.ranks, ControlMessages), ("agents", self.request.hosts, ControlAgentMessages))
+        for role, of_replica, record in found:
+            counts: dict[tuple[str, str], list[int]] = {}  # by replica and kind
+            for used, sign in ((before, -1), (after, 1)):
+                told = (one["messages"].items() for part, one in used.items() if part.role == role)
+                for replica, kinds in itertools.chain.from_iterable(told):
+                    for kind, ways in kinds.items():
+                        known = counts.setdefault((replica, kind), [0, 0])
+                        known[:] = (each + sign * n for each, n in zip(known, ways, strict=True))
+            for (replica, kind), (up, down) in sorted(counts.items()):
+                if up or down:  # one rank of a replica is in the process of its leader, and one host has no agent
+                    self._report.add(record(what, int(replica), kind, up / (of_replica - 1), down / (of_replica - 1)))
 
     async def _entered(self, epoch: int, since: float, what: str, replicas: Collection[int]) -> None:
         """Wait until all ranks of `replicas` run in the view of `epoch`, and note when they did."""
@@ -451,7 +496,13 @@ class Emulation:
         counted = (one.to_leader + one.to_rank for one in self._report["messages"] if one.what == "rest")
         messages = (self.request.ranks - 1) * sum(counted)
         self._report.more["messages_per_second"] = messages / seconds
-        self._report.line(f"# at rest {messages / seconds:.0f} messages a second between light ranks and leaders")
+        above = "host agents or leaders" if self.agents else "leaders"
+        self._report.line(f"# at rest {messages / seconds:.0f} messages a second between light ranks and {above}")
+        if self.agents:
+            counted = (one.to_leader + one.to_agent for one in self._report["agent_messages"] if one.what == "rest")
+            messages = (self.request.hosts - 1) * sum(counted)
+            self._report.more["agent_messages_per_second"] = messages / seconds
+            self._report.line(f"# at rest {messages / seconds:.0f} messages a second between host agents and leaders")
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -516,7 +567,8 @@ class Emulation:
 
     async def _cut(self, replica: int, pulled: bool) -> float:
         """Pull the cables of the hosts that flap, or plug them in again; returns when that began."""
-        done = await asyncio.gather(*(part.call("cut", replica=replica, pulled=pulled) for part in self.light))
+        cut = (*self.light, *self.agents)
+        done = await asyncio.gather(*(part.call("cut", replica=replica, pulled=pulled) for part in cut))
         return min(float(one["at"]) for one in done)
 
     def _hit(self, fault: str, replica: int, shard: int) -> range:
@@ -584,6 +636,7 @@ COSTS = Table(
     line=lambda cost: (
         f"#   {cost.what}, {cost.part}: {cost.cpu:.2f} s of CPU in {cost.seconds:.1f} s, {cost.sent:.2f} MB sent, "
         f"{cost.received:.2f} MB received, {cost.memory:.0f} MB of memory"
+        + ("" if cost.messages is None else ", {} messages to and {} from agents and ranks".format(*cost.messages))
     ),
 )
 MESSAGES = Table(
@@ -593,14 +646,25 @@ MESSAGES = Table(
         f"#   {one.what}, replica {one.replica}, {one.kind}: {one.to_leader:.2f} from a rank, {one.to_rank:.2f} to it"
     ),
 )
+AGENT_MESSAGES = Table(
+    "agent_messages",
+    ControlAgentMessages,
+    line=lambda one: (
+        f"#   {one.what}, replica {one.replica}, {one.kind}: {one.to_leader:.2f} from an agent, "
+        f"{one.to_agent:.2f} to it"
+    ),
+)
 
 
 def heading(request: ControlRequest) -> list[str]:
+    agents = f", {request.hosts - 1} host agents each, in as many processes" if request.agents else ""
     return [
         f"# {request.replicas} replicas of {request.ranks} ranks, on {request.hosts} hosts each in name: one "
         f"coordinator and {request.replicas} leaders in processes of their own, all other ranks light, in "
-        f"{request.processes} processes, on {os.cpu_count()} CPUs",
+        f"{request.processes} processes{agents}, on {os.cpu_count()} CPUs",
     ]
 
 
-EXPERIMENT = Experiment("control", ControlRequest, measure, (LOSSES, COSTS, MESSAGES), csv="losses", heading=heading)
+EXPERIMENT = Experiment(
+    "control", ControlRequest, measure, (LOSSES, COSTS, MESSAGES, AGENT_MESSAGES), csv="losses", heading=heading
+)

@@ -79,12 +79,12 @@ class HostAgentProcess:
     """Drives a host agent in the event loop in which it is made, until the rank that has started it has ended."""
 
     def __init__(self, charge: AgentCharge, ranks: socket.socket) -> None:
-        """`ranks` listens for them."""
+        """`ranks` listens for them; `own` is where the leader asks whether this lives."""
         self._charge, self._socket, self._credentials = charge, ranks, charge.credentials
-        self._own = listen(charge.host, 0)  # where the leader finds it: that of the ranks may be a loopback
+        self.own = listen(charge.host, 0)  # where the leader finds it: that of the ranks may be a loopback
         nonce = secrets.token_hex(16)
         here = Address(
-            *(charge.host, self._own.getsockname()[1], liveness.boot(), os.getpid(), 0, nonce),
+            *(charge.host, self.own.getsockname()[1], liveness.boot(), os.getpid(), 0, nonce),
             network=liveness.network(),
             pids=liveness.pids(),
         )
@@ -121,7 +121,7 @@ class HostAgentProcess:
 
     async def _listen(self) -> None:
         """Serve connections, of ranks as soon as it is known whether the leader is there."""
-        listeners = [Listener(self._own, self._credentials, self._serve, names={self.node.address.nonce})]
+        listeners = [Listener(self.own, self._credentials, self._serve, names={self.node.address.nonce})]
         try:
             await self._tried.wait()
             listeners.append(Listener(self._socket, self._credentials, self._serve))
@@ -225,6 +225,10 @@ class HostAgentProcess:
         await within(LAST, _all(*self._connections.flushed(), *up))
         if self.up.link is not None and self.up.link.is_up:
             await within(LAST, self._connections.closed())
+        self.close()
+
+    def close(self) -> None:
+        """End at once, as its process does when it is killed."""
         self._tasks.cancel()
         self.up.close()
         self._connections.close()

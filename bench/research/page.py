@@ -314,17 +314,26 @@ def _rejoin(result: Result) -> list[str]:
 
 def _control(result: Result) -> list[str]:
     request, data = result.data["request"], result.data
-    rest = data.get("messages_per_second")  # None with `--rest 0`
-    at_rest = (
-        "" if rest is None else f" At rest there are {rest:.0f} messages a second between light ranks and leaders."
-    )
+    rest, rest_of_agents = data.get("messages_per_second"), data.get("agent_messages_per_second")
+    agents, above, of_ranks = "", "leader", "leaders"
+    if request.get("agents"):
+        above, of_ranks = "host agent or leader", "host agents or leaders"
+        agents = (
+            f" Of the {request['hosts']} hosts of each replica all but that of rank 0 have a host agent, that of a "
+            "real job, with a real connection to its leader and from each of its ranks; but many are in a process. A "
+            "host is a name, and its agent ends with all its ranks, or with the first of them."
+        )
+    at_rest = ""
+    if rest is not None:  # None with `--rest 0`
+        at_rest = f" At rest there are {rest:.0f} messages a second between light ranks and {of_ranks}"
+        at_rest += "." if rest_of_agents is None else f", and {rest_of_agents:.0f} between host agents and leaders."
     lines = [
         f"A job of {request['replicas']} replicas of {request['ranks']} ranks on one machine. The coordinator and the "
         "leaders are those of a real job, each in a process of its own; the other ranks are light: production state "
-        "machines with a real connection to their leader each, many in a process, which move no data. The seconds are "
-        "from a fault until the survivors run in the view without the lost replica, and from its start until all run "
-        "in the view that has it again. They hold what the cores of one machine take for all the ranks, each of which "
-        f"would have its own.{at_rest}",
+        f"machines with a real connection to their {above} each, many in a process, which move no data.{agents} The "
+        "seconds are from a fault until the survivors run in the view without the lost replica, and from its start "
+        "until all run in the view that has it again. They hold what the cores of one machine take for all the ranks, "
+        f"each of which would have its own.{at_rest}",
         "",
         *_heading("what", "ranks", "decided (s)", "p50 (s)", "p99 (s)", "max (s)"),
     ]

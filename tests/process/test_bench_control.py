@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from ftcomm.bench import control_plane
-from ftcomm.bench.control_parts import LightRank, Ranks, Setup
+from ftcomm.bench.control_agents import HostAgents
+from ftcomm.bench.control_parts import LightRank, Ranks
 from ftcomm.bench.control_plane import SHORT, ControlRequest
+from ftcomm.bench.control_setup import HOST, Setup
 from ftcomm.control.probe import ProbeConnection
 from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.errors import SettingsError
@@ -42,6 +44,63 @@ def test_what_is_lost_comes_back(tmp_path: Path) -> None:
         assert told["start", replica, "NewView"] == (0.0, 1.0)
     assert told["rank: return", 1, "Hello"] == (1.0, 0.0)
     assert ("rank: return", 0, "Hello") not in told
+
+
+def test_agents_stand_between_ranks_and_leaders(tmp_path: Path) -> None:
+    path = tmp_path / "control.json"
+    command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "bench", "control", "--json", str(path)]
+    command += ["--agents", "--replicas", "2", "--ranks", "9", "--hosts", "3", "--processes", "2", "--pace", "0.2"]
+    done = subprocess.run(
+        [*command, "--faults", "host,rank", "--rest", "1"], capture_output=True, text=True, timeout=230
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads(path.read_bytes())
+    whats = ["start", "host", "host: return", "rank", "rank: return"]
+    losses = [(loss["what"], loss["survivors"]) for loss in written["losses"]]
+    assert losses == list(zip(whats, (18, 9, 18, 9, 18), strict=True))
+    of_ranks = {(x["what"], x["replica"], x["kind"]): (x["to_leader"], x["to_rank"]) for x in written["messages"]}
+    told = {(x["what"], x["replica"], x["kind"]): (x["to_leader"], x["to_agent"]) for x in written["agent_messages"]}
+    for replica in range(2):
+        assert of_ranks["start", replica, "Hello"] == (1.0, 0.0)
+        assert of_ranks["start", replica, "NewView"] == (0.0, 1.0)
+        assert told["start", replica, "AgentHello"] == (1.0, 0.0)
+        assert told["start", replica, "Hello"] == (3.0, 0.0)  # that of each rank
+        assert told["start", replica, "NewView"] == (0.0, 1.0)  # for all of them
+    assert told["host: return", 1, "AgentHello"] == (1.0, 0.0)
+    assert ("host: return", 0, "AgentHello") not in told
+    parts = {(cost["what"], cost["part"]): cost for cost in written["costs"]}
+    sent, received = parts["start", "busiest leader"]["messages"]
+    assert sent > 0
+    assert received >= 2 * (1 + 3) + 2  # the hellos of two agents and of their ranks, and of ranks beside the leader
+    assert parts["start", "host agents"]["cpu"] > 0
+
+
+def test_an_agent_ends_with_its_host_or_with_the_first_rank_there() -> None:
+    async def ends(least: int, below: int) -> bool:
+        """Whether the agent ends at once, and not as it does when a rank ends, which takes it a while."""
+        setup = Setup(2, 4, 2, "secret", 120.0, None, 0.0, 1.0, columns=(1, 4), at_once=4, has_agents=True)
+        agents, ranks = HostAgents(setup), Ranks(setup)
+        await agents.open()
+        made = agents.start(0, leader=1)["agents"]
+        assert [ports.first for ports in made] == [2]
+        ranks.start(0, 1, made)
+        while not agents.living:
+            await asyncio.sleep(0.01)
+        ranks.kill(0, least, below)
+        told: list[bool] = []
+        agent = agents.living[made[0].ranks][1]
+        closing = agent.node.rank_lost
+        agent.node.rank_lost = lambda *args: (told.append(True), closing(*args))[1]  # type: ignore[method-assign]
+        while agents.living:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(HOST, made[0].ranks)
+        return not told
+
+    async def all_() -> list[bool]:
+        return [await asyncio.wait_for(ends(*killed), 60.0) for killed in ((2, 4), (2, 3))]
+
+    assert asyncio.run(all_()) == [True, False]
 
 
 def test_hosts_that_flap_are_lost_when_that_lasts_longer_than_the_heartbeat(tmp_path: Path) -> None:
@@ -131,6 +190,13 @@ def test_without_etcd_that_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPa
 def test_hosts_that_flap_are_not_the_first_of_a_replica() -> None:
     with pytest.raises(SettingsError, match="--faults flap --hosts 1: expected 2 at least"):
         ControlRequest(hosts=1, faults=("flap",)).check()
+
+
+def test_agents_are_for_hosts_without_rank_0_that_have_several_ranks() -> None:
+    ControlRequest(ranks=8, hosts=4, agents=True).check()
+    for ranks, hosts in ((8, 1), (8, 8), (9, 4)):
+        with pytest.raises(SettingsError, match=f"--agents --ranks {ranks} --hosts {hosts}: expected 2 hosts at least"):
+            ControlRequest(ranks=ranks, hosts=hosts, agents=True).check()
 
 
 def test_timeouts_that_do_not_fit_are_refused() -> None:

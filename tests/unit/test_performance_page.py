@@ -143,6 +143,20 @@ def test_the_command_writes_page_and_pictures_of_what_there_is(
     assert "make it again with: ftcomm bench page" in capsys.readouterr().err
 
 
+def test_the_control_plane_with_host_agents() -> None:
+    rest = {"messages_per_second": 900.0, "losses": [], "costs": []}
+    request = {"replicas": 2, "ranks": 64, "hosts": 8}
+    without = render({"control": result(request=request, **rest)})
+    assert "machines with a real connection to their leader each, many in a process" in without
+    assert "900 messages a second between light ranks and leaders." in without
+    assert "host agent" not in without
+    more = {"request": {**request, "agents": True}, "agent_messages_per_second": 30.0}
+    text = render({"control": result(**rest, **more)})
+    assert "machines with a real connection to their host agent or leader each, many in a process" in text
+    assert "Of the 8 hosts of each replica all but that of rank 0 have a host agent, that of a real job" in text
+    assert "900 messages a second between light ranks and host agents or leaders, and 30 between host agents" in text
+
+
 def test_what_is_no_result(tmp_path: Path) -> None:
     (tmp_path / "2026-11-21-kernels-h200.json").write_text("{}")
     assert load(tmp_path) == {}  # not of this page
