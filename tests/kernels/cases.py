@@ -43,6 +43,7 @@ class KernelCase(NamedTuple):
     local: int = 0  # bytes a thread that may lie in local memory
     coded: int = 0  # main loops that only move codes of fp8, four at a time: others move elements on one side at least
     typical: bool = False  # of its kernel: one whose text for another target tells as much as that of all
+    crowded: bool = False  # of its kernel: one that needs the most registers
 
     @property
     def portable(self) -> bool:
@@ -140,7 +141,7 @@ def _coded() -> Iterator[KernelCase]:
             twice=1,
             signals=6,
             waits=2,
-            typical=op == "avg",
+            crowded=op == "avg",
         )
 
 
@@ -158,4 +159,5 @@ def _collectives() -> Iterator[KernelCase]:
             signals=5,  # BEGUN, POSTED, TAKEN, RETURNED, FINISHED
             waits=2,
             typical=rows == MOVED,
+            crowded=rows == MOVED,
         )

@@ -191,8 +191,9 @@ def _table(rows: Iterable[Facts]) -> Table:
 )
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given again.")
 @click.option("--typical", is_flag=True, help="Only the typical cases of each kernel.")
+@click.option("--crowded", is_flag=True, help="Only the cases that need the most registers.")
 @click.option("--json", "as_json", is_flag=True, help="Facts as JSON on standard output.")
-def main(targets: tuple[str, ...], kernels: tuple[str, ...], typical: bool, as_json: bool) -> None:
+def main(targets: tuple[str, ...], kernels: tuple[str, ...], typical: bool, crowded: bool, as_json: bool) -> None:
     """Compile every kernel for GPUs that need not be there, and look at what came of it."""
     if INTERPRETED:
         raise click.UsageError("TRITON_INTERPRET=1 is set, so no kernel can be compiled; unset it.")
@@ -201,7 +202,8 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], typical: bool, as_j
         if re.fullmatch(r"sm_\d+|gfx\w+", target) is None:
             raise click.UsageError(f"--target {target}: expected one like {', '.join(TARGETS)}.")
         for case in cases():
-            if (not kernels or case.kernel in kernels) and (case.typical or not typical):
+            chosen = (case.typical and typical) or (case.crowded and crowded) or not (typical or crowded)
+            if chosen and (not kernels or case.kernel in kernels):
                 found.append(examine(case, target))
     if not found:
         raise click.UsageError(f"no kernel is named {', '.join(kernels)}.")
