@@ -78,10 +78,18 @@ class SteppedPipeline(Pipeline):
         return super().to_arrive() if "arrive" in self.stages else None
 
     def to_gather(self) -> Slot | None:
-        return super().to_gather() if "gather" in self.stages else None
+        before = self.gathered
+        slot = super().to_gather() if "gather" in self.stages else None
+        if slot is None:
+            self.gathered = before  # to have searched is no step
+        return slot
 
     def to_announce(self) -> Slot | None:
-        return super().to_announce() if "announce" in self.stages else None
+        before = self.announced
+        slot = super().to_announce() if "announce" in self.stages else None
+        if slot is None:
+            self.announced = before
+        return slot
 
     def to_settle(self) -> Iterator[tuple[int, int]]:
         if "settle" in self.stages:
@@ -124,7 +132,8 @@ class SteppedStream(Stream):
 
 
 # Of the product's objects: what is saved apart, what tells of time, and what is found again.
-_RECORDED = frozenset(("record",))  # of an op: where it is in the recording, which decides nothing
+# Of an op: where it is in the recording, which decides nothing, and the bytes that `kept` shows.
+_RECORDED = frozenset(("record", "_kept_memory"))
 _APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch", "_change"))
 _APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped", "algorithm"))
 

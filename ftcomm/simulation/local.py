@@ -95,6 +95,7 @@ class Members:
         self._dead = self._locals.number("dead")
         self._contents = Numbering()
         self._loaded: dict[int, int] = {}  # member -> its memory, as it is now
+        self._at: dict[int, int] = {}  # member -> its state as it is now, where that is one that has a number
         self.pairs = Numbering()
         self.outcomes = Numbering()
         # Of each pair:
@@ -136,8 +137,7 @@ class Members:
         known = self._settled.get(key)
         if known is None:
             self._load(i, pair, memories)
-            self._advance(i)
-            known = self._settled[key] = self._save(i)
+            known = self._settled[key] = self._save(i) if self._advance(i) else pair
         return known
 
     def hear(self, i: int, pair: PairNumber, message: m.Message, number: int, by_member: bool) -> Transition:
@@ -167,12 +167,9 @@ class Members:
                 (StepKind.ENTERS, live.enter),
             ]
         found = []
-        fresh = False
         for kind, call, *arguments in calls:
-            if not fresh:
-                self._load(i, pair, memories)
+            self._load(i, pair, memories)
             step = self._step(i, bool(self._reads[pair]), kind, call, *arguments)
-            fresh = not step.text  # a call that says nothing has changed nothing
             if step.text:
                 found.append(step)
         return found
@@ -181,9 +178,11 @@ class Members:
         """`settles`: what then happens by itself belongs to it. Only if it looks at no memory that the call did not."""
         live = self.live[i]
         live.up, live.out, live.returned, live.entered, live.failed = [], [], [], None, False
+        before = self._at.pop(i)
         try:
             text = call(*arguments)
             if not text:
+                self._at[i] = before  # a call that says nothing has changed nothing
                 return Transition(-1, kind, "")
             if settles:
                 self._advance(i)
@@ -194,15 +193,19 @@ class Members:
         returned = tuple((op, self.outcomes.number(outcome)) for op, outcome in live.returned)
         return Transition(pair, kind, text, returned, tuple(live.up), tuple(live.out), live.entered, live.failed)
 
-    def _advance(self, i: int) -> None:
-        live = self.live[i]
+    def _advance(self, i: int) -> bool:
+        """Returns whether there was anything to do."""
+        live, moved = self.live[i], False
         if live.stream is not None and not live.stream.seen and self._eager:
             while live.advance(*self._eager):
-                pass
+                moved = True
+        return moved
 
     def _load(self, i: int, pair: PairNumber, memories: PairNumbers) -> None:
         local, memory = self.pairs.values[pair]
-        self.live[i].load(self._locals.values[local])
+        if self._at.get(i) != local:
+            self.live[i].load(self._locals.values[local])
+            self._at[i] = local
         for other, content in (*enumerate(memories), (i, memory)):
             if self._loaded.get(other) != content:
                 load_memory(self._memories[other], self._contents.values[content])
@@ -212,7 +215,8 @@ class Members:
         live = self.live[i]
         memory = self._contents.number(save_memory(self._memories[i]))
         self._loaded[i] = memory
-        pair = self._pair(self._locals.number(live.save()), memory)
+        self._at[i] = self._locals.number(live.save())
+        pair = self._pair(self._at[i], memory)
         if pair == len(self._reads):
             stream = live.stream
             runs = stream is not None and not live.frozen

@@ -35,6 +35,9 @@ class _Again(int):
     """The hashable form of an object of the product that was met before: which one it was."""
 
 
+_MADE_AGAIN = frozenset((_Frozen, _Again))  # all else is what it stands for
+
+
 def freeze(value: Any) -> Hashable:
     """Returns `value` as a hashable, equal for equal values, whatever the identities. Objects of the product that refer
     to one and the same object will do so again."""
@@ -48,7 +51,7 @@ def _freeze(value: Any, met: dict[int, _Again]) -> Hashable:
     if kind is set:
         return _Frozen((set, frozenset(value)))
     if kind is dict:
-        return _Frozen((dict, tuple([(key, _freeze(value[key], met)) for key in sorted(value)])))
+        return _Frozen((dict, _freeze_items(value, met)))
     if kind in _ATOMS or isinstance(value, _IMMUTABLE):
         same: Hashable = value  # immutable all the way down; if not, its hash fails
         return same
@@ -60,9 +63,12 @@ def _freeze(value: Any, met: dict[int, _Again]) -> Hashable:
         if id(value) in met:
             return met[id(value)]
         met[id(value)] = _Again(len(met))
-        content = value.__dict__
-        return _Frozen((object, (kind, tuple((name, _freeze(content[name], met)) for name in sorted(content)))))
+        return _Frozen((object, (kind, _freeze_items(value.__dict__, met))))
     raise TypeError(f"the exhaustive check cannot save {value!r} of {kind}; teach ftcomm/simulation/states.py to")
+
+
+def _freeze_items(of: dict[Any, Any], met: dict[int, _Again]) -> tuple[tuple[Any, Hashable], ...]:
+    return tuple([(key, one if type(one := of[key]) in _ATOMS else _freeze(one, met)) for key in sorted(of)])
 
 
 def thaw(frozen: Any) -> Any:
@@ -76,18 +82,18 @@ def _thaw(frozen: Any, made: list[object]) -> Any:
         return frozen
     kind, content = frozen
     if kind is list or kind is deque:
-        return kind([one if type(one) in _ATOMS else _thaw(one, made) for one in content])
+        return kind([_thaw(one, made) if type(one) in _MADE_AGAIN else one for one in content])
     if kind is set:
         return set(content)
     if kind is dict:
-        return {key: value if type(value) in _ATOMS else _thaw(value, made) for key, value in content}
+        return {key: _thaw(one, made) if type(one) in _MADE_AGAIN else one for key, one in content}
     if kind is np.ndarray:
         return np.frombuffer(content[1], content[0]).copy()
     if kind is BaseException:
         return content[0](*content[1])
     value = object.__new__(content[0])
     made.append(value)
-    value.__dict__.update((key, _thaw(one, made)) for key, one in content[1])
+    value.__dict__.update([(key, _thaw(one, made) if type(one) in _MADE_AGAIN else one) for key, one in content[1]])
     return value
 
 
