@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ftcomm.collective.gate import Gate
 from ftcomm.collective.operation import Operation, mismatch, unlike
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.resume import Task, side_by_side
+from ftcomm.collective.resume import REDUCE, Task, side_by_side
 from ftcomm.collective.schedule import AROUND, HIERARCHICAL, Batch
 from ftcomm.collective.tree import ASKS, DIFFERS, FOUND, TreeBranch, tree
 from ftcomm.errors import FtcommError
@@ -100,6 +100,19 @@ class Obstacle(NamedTuple):
     tasks: int  # it has to open for so many
 
 
+class Course(NamedTuple):
+    """The course of an op by one algorithm: what its tasks have alike, found once and not for each."""
+
+    algorithm: Algorithm
+    reduces: bool  # a task that has no holder goes by this algorithm, as it is
+    arrivals: tuple[Sequence[Gate], Sequence[Gate]]  # gates before a task arrives, and before the first of the op does
+    gates: Sequence[Gate]  # gates of the steps
+    steps: int  # steps before the last one
+    straight: bool  # readers get my input from the caller's buffer, not from the staging
+    elements: int  # elements of a chunk; 0: a task has all of the op
+    most: int  # the most chunks of a task
+
+
 class Slot:
     """A task on its way. `op` and `here` are dropped when it is taken, since the arrays are the caller's."""
 
@@ -114,13 +127,14 @@ class Slot:
         "number",
         "op",
         "span",
+        "steps",
         "straight",
         "task",
         "views",
     )
 
     index: int
-    chunk: int  # the chunk of the staging where it begins
+    chunk: int  # the chunk of the staging where it begins, always the same of this slot
     op: Operation
     task: Task | Batch
     span: int  # how many chunks it has, from that of `task` on
@@ -129,9 +143,13 @@ class Slot:
     arrival: Sequence[Gate]  # gates before it arrives; a chained algorithm has none
     gates: Sequence[Gate]  # gates of its steps
     number: int  # number of the next step
+    steps: int  # steps before the last one, which does nothing
     straight: bool  # readers get my input from `here`, not from the staging
     here: Array  # the caller's buffer of this chunk; of a batch that of the whole op
     views: Any  # the algorithm's views of the staging
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
 
 
 class Pipeline:
@@ -157,8 +175,7 @@ class Pipeline:
         self.posted = self.arrived = self.taken = 0
         self.stepped = 0  # every task before it is known to have no step left: `to_step` begins there
         self.unposted: deque[Operation] = deque()  # ops with tasks to post
-        self.algorithm: Algorithm  # of the first of them, once it has posted a task
-        self.slots = [Slot() for _ in range(SLOTS)]
+        self.course: Course  # of the first of them, once it has posted a task
         self.peers = others = tuple(peers[m] for m in view.members if m != view.me)
         self._straight_from, self._delivered = straight_from, delivered
         # In a ring a member needs connections only to its neighbours, and hears of the others from the left.
@@ -169,6 +186,7 @@ class Pipeline:
         near = layout.pair if len(view.members) == 2 else layout.near
         self.staged, self._most = (layout.slots, layout.span) if self.far else (NEAR, near)
         self.ahead = self.staged if self.far else AHEAD
+        self.slots = self.empty_slots()
         # An op of so many chunks has a task for each, in its own slot. With more members that would make small slices.
         self._apart = SLOTS if self._most <= SPAN else 1
         self.posted_by_all = self._gate(POSTED, self.peers, relayed=True)
@@ -241,7 +259,7 @@ class Pipeline:
         if self.taken < self.posted:
             slot, count = self.slots[self.taken % SLOTS], self.taken + 1
             if self.arrived > self.taken and slot.gates:
-                return Obstacle(slot.gates[min(slot.number, len(slot.gates) - 1)], count)
+                return Obstacle(slot.gates[min(slot.number, slot.steps)], count)
             gates = slot.arrival
             if self.place is not None and slot.first and slot.algorithm is not self.algorithms.tree:
                 gates = (*gates, *self._meeting)
@@ -298,51 +316,57 @@ class Pipeline:
     def begin(self, op: Operation) -> Slot:
         """Put the next task of `op`, the result of `to_post`, into its slot. It is to be staged, and `posted`
         raised."""
-        index = self.posted
+        tasks: Any = op.tasks
+        index, first = self.posted, op.next
         slot = self.slots[index % SLOTS]
-        task: Any = op.tasks[op.next]
-        slot.first = first = op.next == 0
-        if first:
-            self.algorithm = self.algorithms.of(op)
-        slot.span = span = self._span(op)
-        op.next += span
-        if op.next == len(op.tasks):
+        slot.index, slot.number, slot.first = index, 0, not first
+        if not first:
+            self.course = self.course_of(op, self.algorithms.of(op))
+        course = self.course
+        # The same on all members, since they have the same tasks.
+        slot.span = span = 1 if course.most == 1 else side_by_side(tasks[first : first + course.most])
+        op.next = first + span
+        if first + span == len(tasks):
             op.end = index + 1
             self.unposted.popleft()
-        slot.index, slot.op, slot.number = index, op, 0
-        slot.algorithm, slot.task = self.algorithms.of_task(self.algorithm, task)
+        self.bind(slot, op, tasks[first], course)
         if self.place is not None and slot.algorithm is self.algorithms.tree:
             self._unmet = index + 1
-        self.bind(slot)
         return slot
 
-    def _span(self, op: Operation) -> int:
-        """Returns how many chunks the next task has: the same on all members, since they have the same tasks."""
-        if self._most == 1 or op.schedule is not None or len(op.finals) <= self._apart:
-            return 1
-        tasks: Any = op.tasks
-        return side_by_side(tasks[op.next : op.next + self._most])
+    def course_of(self, op: Operation, algorithm: Algorithm) -> Course:
+        """Returns the course of what goes by `algorithm` of an op."""
+        gates: Sequence[Gate] = self._gates[algorithm]
+        straight = algorithm.straight and op.nbytes >= self._straight_from
+        if straight and not gates:
+            gates = self._delivered
+        chunks = 1 if op.schedule is not None else len(op.finals)
+        return Course(
+            algorithm,
+            algorithm is not self.algorithms.copy and algorithm is not self.algorithms.batches,
+            (() if algorithm.chained else self._arrival, self._arrival),
+            gates,
+            max(0, len(gates) - 1),
+            straight,
+            op.elements if chunks > 1 else 0,
+            self._most if chunks > self._apart else 1,
+        )
 
-    def bind(self, slot: Slot) -> None:
-        """Set what follows from the op, the task and the algorithm of a slot."""
-        op, algorithm = slot.op, slot.algorithm
-        slot.gates = gates = self._gates[algorithm]
-        slot.straight = False
-        slot.arrival = () if algorithm.chained and not slot.first else self._arrival
-        if algorithm is self.algorithms.tree:
+    def bind(self, slot: Slot, op: Operation, task: Any, course: Course) -> None:
+        """Set what follows from the op, its course, and a task of `index` and `span` in the slot."""
+        if not course.reduces or task.holder != REDUCE:
+            algorithm, task = self.algorithms.of_task(course.algorithm, task)
+            course = self.course_of(op, algorithm)
+        algorithm, _, arrivals, slot.gates, slot.steps, slot.straight, elements, _ = course
+        slot.op, slot.task, slot.algorithm, slot.arrival = op, task, algorithm, arrivals[slot.first]
+        if self.place is not None and algorithm is self.algorithms.tree:
             slot.arrival = self._arrival_by_tree(slot)
-        slot.chunk = chunk = slot.index % self.staged * self._most
-        slot.here = here = op.array
-        if op.schedule is not None:
-            return
-        if len(op.finals) > 1:
-            start = slot.task.chunk * op.elements
-            slot.here = here = here[start : start + slot.span * op.elements]
-        slot.views = algorithm.views(op, len(here), chunk)
-        if algorithm.straight and op.nbytes >= self._straight_from:
-            slot.straight = True
-            if not gates:
-                slot.gates = self._delivered
+        here = op.array
+        if elements:
+            start = task.chunk * elements
+            here = here[start : start + slot.span * elements]
+        slot.here = here
+        slot.views = algorithm.views(op, len(here), slot.chunk)
 
     def need(self, slot: Slot) -> list[Peer]:
         """Returns the peers that have to be reached before the task can arrive, since it reads the staging of members
@@ -494,14 +518,14 @@ class Pipeline:
         stepped = max(self.stepped, self.taken)
         for index in range(stepped, self.arrived):
             slot = self.slots[index % SLOTS]
-            number, steps = slot.number, len(slot.gates) - 1
+            number, steps = slot.number, slot.steps
             if number < steps and slot.op.error is None:
                 algorithm = slot.algorithm
                 if number < reached.get(algorithm, steps) and slot.gates[number].is_open(index + 1):
                     yield slot
                     number = slot.number
-                reached[algorithm] = number
                 if number < steps:
+                    reached[algorithm] = number
                     continue
             if index == stepped:
                 stepped += 1
@@ -522,7 +546,7 @@ class Pipeline:
         gates = slot.gates
         if not gates or slot.op.error is not None:
             return slot
-        return slot if slot.number >= len(gates) - 1 and gates[-1].is_open(index + 1) else None
+        return slot if slot.number >= slot.steps and gates[-1].is_open(index + 1) else None
 
     def take(self, slot: Slot) -> None:
         """Note that a task is in the caller's buffer: INPUT becomes FINAL, or its op has failed."""
@@ -530,7 +554,7 @@ class Pipeline:
             slot.task.mark(slot.op, slot.span, self.algorithms.contributors)
         del slot.op, slot.here
         self.taken = slot.index + 1
-        if slot.algorithm is self.algorithms.tree and not self.asks(slot.index):
+        if self.place is not None and slot.algorithm is self.algorithms.tree and not self.asks(slot.index):
             self.ends.append(slot.index + 1)
 
     def is_stable(self, op: Operation) -> bool:
@@ -563,6 +587,10 @@ class Pipeline:
         """Returns the chunk of the staging where task `index` begins."""
         return index % self.staged * self._most
 
+    def empty_slots(self) -> list[Slot]:
+        """Makes the slots of the epoch. Of the staging each has always the same room, since `staged` divides SLOTS."""
+        return [Slot(self.staging(number)) for number in range(SLOTS)]
+
     def detail(self, op: Operation) -> int:
         """Returns what members compare besides the call."""
         detail = self._detail if op.schedule is None else op.detail
@@ -572,9 +600,8 @@ class Pipeline:
         """Go on with task `index`, the only one of `op`, after the fast path has posted it."""
         slot = self.slots[index % SLOTS]
         op.next = 1
-        slot.index, slot.op, slot.span, slot.first, slot.number = index, op, 1, True, 0
-        slot.algorithm, slot.task = self.algorithms.of_task(self.algorithms.of(op), op.tasks[0])
-        self.bind(slot)
+        slot.index, slot.span, slot.first, slot.number = index, 1, True, 0
+        self.bind(slot, op, op.tasks[0], self.course_of(op, self.algorithms.of(op)))
         return slot
 
     def close(self) -> None:

@@ -127,8 +127,9 @@ class Publisher:
 
     def publish(self, word: int, count: int, *, last: bool = True) -> None:
         """Raise a word. `last`: this task is the last one of its op."""
-        now, value = self._own[word], self._low + count
-        assert now < value or not count, f"word {word} goes from {now:#x} to {value:#x}"
+        assert self._own[word] < self._low + count or not count, (
+            f"word {word} goes from {self._own[word]:#x} to {self._low + count:#x}"
+        )
         self.raisers[word](count)
         if not self._readers or (word == TAKEN and self._quiet and not last):
             return

@@ -153,18 +153,18 @@ class Stream:
         pipeline = self.pipeline
         if self.checksums is not None:
             self.checksums.compare(pipeline.posted - SLOTS + 1)
-        task = op.tasks[op.next]
+        first = op.next
         slot = pipeline.begin(op)
         if slot.first:
             self.publisher.describe(slot)
             self._recorder.posted(op, slot.algorithm.name)
         if op.atomic and len(op.finals) > 1:
-            task.keep(op, slot.span)
+            op.tasks[first].keep(op, slot.span)
         if pipeline.relayed:
             self._dial(pipeline.need(slot))
         slot.algorithm.post(slot)
-        pipeline.posted = slot.index + 1
-        self.publisher.publish(POSTED, slot.index + 1)
+        pipeline.posted = count = slot.index + 1
+        self.publisher.publish(POSTED, count)
 
     def _dial(self, peers: Iterable[Peer]) -> None:
         self._undialled = [peer for peer in (*self._undialled, *peers) if not peer.want(self._waiter.interrupt)]
@@ -177,13 +177,13 @@ class Stream:
 
     def take(self, slot: Slot) -> None:
         """Turn INPUT into FINAL, in one go: nothing waits between the first byte and the mark."""
-        op, index = slot.op, slot.index
+        op, count = slot.op, slot.index + 1
         if op.error is None:
             slot.algorithm.finish(slot)
         if self.checksums is not None:
             self.checksums.taken(slot.index, op, *slot.algorithm.fingerprint(slot))
         self.pipeline.take(slot)
-        self.publisher.publish(TAKEN, index + 1, last=op.end == index + 1)
+        self.publisher.publish(TAKEN, count, last=op.end == count)
 
     def stable(self, op: Operation) -> bool:
         """Whether all members are known to hold all of `op` FINAL (or to have failed it). Looks at the words now."""

@@ -135,7 +135,7 @@ class SteppedStream(Stream):
 # Of an op: where it is in the recording, which decides nothing, and the bytes that `kept` shows.
 _RECORDED = frozenset(("record", "_kept_memory"))
 _APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch", "_change"))
-_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped", "algorithm"))
+_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped", "course"))
 
 Resumption = Callable[[Inflight[Operation], GroupView], None]  # may spoil what is left to do, in a mutation
 
@@ -275,7 +275,7 @@ class Live:
                 )
         save(pipeline.algorithms)  # they refer to the same as ever
         op = next(iter(pipeline.unposted), None)
-        if op is not None and op.next and pipeline.algorithm is not pipeline.algorithms.of(op):
+        if op is not None and op.next and pipeline.course.algorithm is not pipeline.algorithms.of(op):
             raise BrokenPromise(
                 f"the stream of {self.replica} goes on with op {op.number} by the algorithm of another one"
             )
@@ -317,15 +317,15 @@ class Live:
             load(live.checksums, sums)
         pipeline.unposted = deque(by_number[number] for number in unposted)
         if pipeline.unposted:
-            pipeline.algorithm = pipeline.algorithms.of(pipeline.unposted[0])
-        pipeline.slots, pipeline.stepped = [Slot() for _ in range(SLOTS)], pipeline.taken
+            op = pipeline.unposted[0]
+            pipeline.course = pipeline.course_of(op, pipeline.algorithms.of(op))
+        pipeline.slots, pipeline.stepped = pipeline.empty_slots(), pipeline.taken
         for index, (number, state) in enumerate(slots, start=pipeline.taken):
             slot = pipeline.slots[index % SLOTS]
-            slot.op = by_number[number]
+            op = by_number[number]
             for name, value in state:
                 setattr(slot, name, thaw(value))
-            slot.algorithm, slot.task = pipeline.algorithms.of_task(pipeline.algorithms.of(slot.op), slot.task)
-            pipeline.bind(slot)
+            pipeline.bind(slot, op, slot.task, pipeline.course_of(op, pipeline.algorithms.of(op)))
 
     def _operation(self, number: int, state: Any) -> Operation:
         op = self._operations[number]

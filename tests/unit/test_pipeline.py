@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from ftcomm.transport.segment import (
     sending,
 )
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from tests.bytecodes import bytecodes, mirrored_group
 from tests.rigs.exchange import socket_pair
 
 MEMBERS = (0, 1, 2)
@@ -184,3 +186,17 @@ def test_no_hop_of_a_large_op_between_hosts_is_small(members: int, by_ring: bool
         memories[m].words[TAKEN] = 1 << COUNTER | 1
     assert pipeline.to_post() is op
     assert pipeline.begin(op).chunk == min(rooms[0])
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="another Python has other bytecodes")
+@pytest.mark.parametrize(("members", "most"), [(2, 725), (4, 1185)])
+def test_a_task_runs_no_more_bytecodes_than_it_needs(members: int, most: int) -> None:
+    """`python -m tests.bytecodes` says which functions run them. Who needs more says why, or takes some away."""
+    fewer, more = 8, 16  # tasks, of one chunk each
+
+    def counted(tasks: int) -> int:
+        array = np.zeros(tasks * REAL_CHUNK // 4, np.float32)
+        with mirrored_group(members) as group:
+            return bytecodes(lambda: group.allreduce(array)).total()
+
+    assert (counted(more) - counted(fewer)) / (more - fewer) <= most

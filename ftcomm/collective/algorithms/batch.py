@@ -13,6 +13,7 @@ from ftcomm.kernels.host.reduce import operand
 from ftcomm.transport.segment import POSTED
 
 if TYPE_CHECKING:
+    from ftcomm.collective.operation import Operation
     from ftcomm.collective.pipeline import Slot
 
 
@@ -23,6 +24,9 @@ class ScheduledBatches(Algorithm):
     def _of(slot: Slot) -> tuple[ScheduledOperation, Batch]:
         """The op and the task of a slot: `Algorithms.of_task` gives this algorithm no others."""
         return cast("ScheduledOperation", slot.op), cast("Batch", slot.task)
+
+    def views(self, op: Operation, count: int, chunk: int) -> None:
+        """Return none: each batch has others."""
 
     def post(self, slot: Slot) -> None:
         self.pack(*self._of(slot), slot.chunk)

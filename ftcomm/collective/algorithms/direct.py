@@ -16,7 +16,7 @@ import numpy as np
 from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
 from ftcomm.collective.plan import GroupView, slices
 from ftcomm.kernels.dtypes import HOST_DTYPES
-from ftcomm.kernels.host.reduce import Reducer, is_operand, of_two, operand
+from ftcomm.kernels.host.reduce import Reducer, Reduction, is_operand, of_two, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class OneShot(Algorithm):
         return self.contributors[0] == self.me
 
     def post(self, slot: Slot) -> None:
-        if self.contributes and self.others and not slot.straight:
+        if self.gives and not slot.straight:
             slot.views.mine[...] = slot.here
 
     def finish(self, slot: Slot) -> None:
@@ -91,6 +91,7 @@ class TwoShotViews(NamedTuple):
     slices: Mapping[int, tuple[int, int]]  # (start, stop) of each member's slice, in items of these views
     sources: Sequence[Any]  # the inputs for my slice
     out: Any  # my slice, reduced
+    reduction: Reduction | None  # None: my slice is empty
     reduced: Sequence[tuple[slice, Any]]  # the slices of all, and their places
 
 
@@ -123,24 +124,25 @@ class TwoShot(Algorithm):
             bounds,
             [view(m, POSTED) for m in self.contributors],
             view(self.me, REDUCED),
+            self.reducer.get(dtype, op) if start < stop else None,
             reduced,
         )
 
     def post(self, slot: Slot) -> None:
-        if self.contributes and self.others and not slot.straight:
+        if self.gives and not slot.straight:
             slot.views.mine[...] = slot.here
 
     def step(self, slot: Slot) -> None:
         """Reduce my slice."""
-        op, views = slot.op, slot.views
-        start, stop = views.slices[self.me]
-        if start == stop:
+        views = slot.views
+        reduction, sources = views.reduction, views.sources
+        if reduction is None:
             return
-        sources = views.sources
         if slot.straight and self.contributes:
-            mine = operand(op.dtype, slot.here[start:stop])
+            start, stop = views.slices[self.me]
+            mine = operand(slot.op.dtype, slot.here[start:stop])
             sources = [*sources[: self._place], mine, *sources[self._place + 1 :]]
-        self.reducer.get(op.dtype, op.op)(sources, views.out)
+        reduction(sources, views.out)
 
     def finish(self, slot: Slot) -> None:
         here = slot.here
