@@ -23,6 +23,9 @@ class Detector(Generic[PeerT]):
     It must be ticked several times per timeout. A gap between ticks of more than half the timeout means that the
     observer itself did not run (a stopped process, a suspended machine). Silence in a gap proves nothing, so every peer
     is given a full timeout again. That is no sign of life: `within` counts only what was heard.
+
+    A leader of thousands of ranks ticks several times a second, so no tick looks at each of them while the oldest sign
+    of all is younger than the timeout. Times of signs do not run backwards.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -31,6 +34,7 @@ class Detector(Generic[PeerT]):
         self._acknowledged: dict[PeerT, float] = {}
         self._ticked: float | None = None
         self._since = float("-inf")  # silence before this proves nothing
+        self._oldest_sign = self._oldest_heard = float("-inf")  # no peer has given a sign, or spoken, last before that
 
     def heard(self, peer: PeerT, now: float) -> None:
         """Note that the process of a peer has spoken; the first time makes it a peer."""
@@ -67,9 +71,11 @@ class Detector(Generic[PeerT]):
         """Returns the suspected peers with the seconds of their silence. Called in every tick."""
         self.since(now)
         self._ticked = now
-        silence = {
-            peer: now - max(at, self._acknowledged.get(peer, at), self._since) for peer, at in self._heard.items()
-        }
+        if now - self._oldest_sign <= self.timeout:
+            return {}
+        signs = {peer: max(at, self._acknowledged.get(peer, at)) for peer, at in self._heard.items()}
+        self._oldest_sign = min(now, min(signs.values(), default=now))
+        silence = {peer: now - max(at, self._since) for peer, at in signs.items()}
         return {peer: seconds for peer, seconds in silence.items() if seconds > self.timeout}
 
     def unheard(self, now: float) -> dict[PeerT, float]:
@@ -79,6 +85,9 @@ class Detector(Generic[PeerT]):
 
     def mute(self, now: float) -> dict[PeerT, float]:
         """Returns the peers that live and do not speak, with the seconds since they spoke."""
+        if now - self._oldest_heard <= self.timeout:
+            return {}
+        self._oldest_heard = min(now, min(self._heard.values(), default=now))
         quiet = {peer: now - at for peer, at in self._heard.items() if now - max(at, self._since) > self.timeout}
         answers = (peer for peer in quiet if now - self._acknowledged.get(peer, float("-inf")) <= self.timeout)
         return {peer: quiet[peer] for peer in answers}

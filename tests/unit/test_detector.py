@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import random
+import sys
+from collections import Counter
+
 from ftcomm.control.detector import Detector
+from tests.bytecodes import counting
 
 
 def test_silence_longer_than_the_timeout_is_suspected() -> None:
@@ -97,3 +102,40 @@ def test_an_observer_that_did_not_run_calls_nobody_mute() -> None:
     detector.silent(64.0)
     detector.acknowledged("a", 65.5)
     assert detector.mute(65.5) == {"a": 65.5}
+
+
+def test_a_tick_in_which_nobody_can_be_silent_looks_at_nobody() -> None:
+    def bytecodes(peers: int) -> int:
+        detector: Detector[int] = Detector(5.0)
+        for peer in range(peers):
+            detector.heard(peer, 0.0)
+        assert detector.silent(1.0) == detector.mute(1.0) == {}
+        seen: Counter[str] = Counter()
+        sys.settrace(counting(seen))
+        detector.silent(2.0)
+        detector.mute(2.0)
+        sys.settrace(None)
+        return seen.total()
+
+    assert bytecodes(10) == bytecodes(1000)
+
+
+def test_what_a_tick_leaves_out_changes_no_verdict() -> None:
+    """In any history: beside a detector that ticks all the time, one that looks at all peers in each tick."""
+    for seed in range(200):
+        draw = random.Random(seed)
+        detector: Detector[int] = Detector(5.0)
+        plain: Detector[int] = Detector(5.0)
+        now = 0.0
+        for step in range(120):
+            now += draw.choice((0.0, 0.3, 1.0, 2.4, 9.0 if draw.random() < 0.1 else 0.5))
+            peer = draw.randrange(5)
+            event = draw.choice(("heard", "heard", "acknowledged", "forget", "tick", "tick", "tick"))
+            if event == "tick":
+                plain._oldest_sign = plain._oldest_heard = float("-inf")
+                found = detector.silent(now), detector.mute(now)
+                assert found == (plain.silent(now), plain.mute(now)), f"seed {seed}, step {step}"
+            else:
+                args = {"heard": (peer, now), "acknowledged": (peer, now - draw.random()), "forget": (peer,)}[event]
+                for each in (detector, plain):
+                    getattr(each, event)(*args)
