@@ -45,7 +45,7 @@ States of three members with two faults, by `ftcomm check --ops 1 --chunks C --f
 
     chunks    states              chunks               states
     1         15,522              2, --two-shot       128,873
-    2         54,039              2, --atomic          62,300
+    2         54,007              2, --atomic          62,300
 
 Not explored: a coordinator that dies, joiners, links that break and come back, and
 what runs in threads; that is what the random simulation and the tests with real processes are for.
