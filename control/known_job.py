@@ -57,7 +57,7 @@ class KnownJob:
         self.detector: Detector[int] = Detector(timeouts.silence)
         self.links = LeaderLinks()
         self.joiners = Joiners()  # in no view, or in one that no member will install
-        self.blame = Blame(timeouts.hold_down, timeouts.grace, timeouts.op)
+        self.blame = Blame(timeouts.hold_down_among(replicas), timeouts.grace, timeouts.op)
         self.suspicions = Suspicions(timeouts.op, FRESH)
         self.severed = SeveredPairs(timeouts.hold_down, timeouts.op)
         self.leaving: set[int] = set()

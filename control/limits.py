@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MEMBERS = 256  # replicas of a job, and members of any other group
+MEMBERS = 1024  # replicas of a job, and members of any other group
 KERNEL_MEMBERS = 16  # those of a job whose kernels run whole ops (ftcomm.kernels.device.words)
 RANKS = 1 << 16  # ranks of a replica
 IN_FLIGHT = 1 << 16  # ops of a group that one message may describe

@@ -100,7 +100,7 @@ class RankNode:
         self._beats = timeouts.beats(ranks) if shard else 1  # between two signs of life to the leader
         # So long that the leader of a rank that is missed here, which misses it too, has said so before that counts.
         self._detector: Detector[Life] = Detector(self._beats * timeouts.unheard + (self._beats - 1) * timeouts.beat)
-        self._beat = 0  # of these, the one that comes next
+        self._beat = 0  # how many there were
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
         self.cut_off = False  # the agent of this host does not reach it, and is no sign of it
         self._from_above = False  # it has spoken since the last beat
@@ -296,7 +296,8 @@ class RankNode:
         return self.peer_back(alive.replica)
 
     def _listen(self, now: float) -> list[RankAction]:
-        """Send a sign of life to the members of the newest view, and complain of those that give none."""
+        """Send a sign of life to the members of the newest view whose turn it is, and complain of those that give
+        none."""
         view = self.machine.view
         me = self.machine.replica
         peers = {(x.replica, x.incarnation) for x in view.members if x.replica != me} if view is not None else set()
@@ -307,7 +308,9 @@ class RankNode:
             self._detector.heard(life, now)
         self._peers = peers
         alive = m.Alive(me, self.machine.incarnation)
-        actions: list[RankAction] = [ToPeer(replica, alive) for replica, _ in sorted(peers)]
+        every = self._timeouts.beats_between(1 + len(peers))
+        turn = self._beat % every
+        actions: list[RankAction] = [ToPeer(replica, alive) for replica, _ in sorted(peers) if replica % every == turn]
         for life, seconds in self._detector.silent(now).items():
             if self._joins or self._short:  # the others hear of a joiner when they come to its boundary
                 self._detector.heard(life, now)
@@ -416,7 +419,7 @@ class RankNode:
         before = self._ran.seconds
         self._passed = self._ran.at(now) - before
         ended = self._look_up(now)
-        due, self._beat = self._beat == 0, (self._beat + 1) % self._beats
+        due, self._beat = self._beat % self._beats == 0, self._beat + 1
         divided = "does not hear its leader" if self._leaderless else ""
         return [Up(self.machine.heartbeat(divided)), *ended] if due else ended
 

@@ -1,6 +1,7 @@
 """All waiting times, as one chain derived from one number, so that each link can do its work in time.
 
-beat       heartbeat / 10         between two signs of life; of a leader with many ranks, some beats (`beats`)
+beat       heartbeat / 10         between two signs of life; of a leader with many ranks, and between the members of a
+                                  large group, some beats (`beats`, `beats_between`)
 heartbeat  op / 24, 0.2 to 5 s    a host whose kernel is silent for so long is lost, with what runs on it. A process
                                   that holds its interpreter lock (a compilation, a long C call), or is stopped,
                                   lives: what waits for it is a stall, by the numbers that follow
@@ -20,9 +21,8 @@ from __future__ import annotations
 import dataclasses
 
 REPORT = 1.0  # s between two reports of a stall that lasts, so one may be lost
-PER_BEAT = (
-    1024  # ranks with which a leader exchanges signs of life in a beat, as long as `MOST_BEATS` are enough for it
-)
+RANKS_PER_BEAT = 1024  # with which a leader exchanges signs of life in a beat, as long as `MOST_BEATS` are enough
+MEMBERS_PER_BEAT = 256  # to which a rank gives a sign of life in a beat, likewise
 MOST_BEATS = 4  # between two signs of life
 AWAITED_EVERY = 0.05  # s between two looks of a thread that waits outside of an op, at whom it waits for
 LEAST_HEARTBEAT = 0.1  # s; two kernels may take 40 ms each to acknowledge
@@ -66,7 +66,15 @@ class Timeouts:
         """The beats between two signs of life of a leader and each of the `ranks` of its replica, of which shard 0
         gives and gets them every beat. They watch each other for as many times `unheard`. So a host of such a replica
         is lost within (0.6 * beats + 0.55) * heartbeat, and never later than a stall."""
-        return min(-(-ranks // PER_BEAT), MOST_BEATS, int(self.op_floor / self.heartbeat))
+        return self._beats(ranks, RANKS_PER_BEAT)
+
+    def beats_between(self, members: int) -> int:
+        """The beats between two signs of life of a rank to each of so many members of its group, of which it gives them
+        to as many in each beat. So it finds out up to so many beats later that a member is silent."""
+        return self._beats(members, MEMBERS_PER_BEAT)
+
+    def _beats(self, peers: int, at_once: int) -> int:
+        return max(1, min(-(-peers // at_once), MOST_BEATS, int(self.op_floor / self.heartbeat)))
 
     @property
     def presence(self) -> float:
@@ -78,6 +86,11 @@ class Timeouts:
         """The seconds that a complaint is held before it is acted upon. They are more than `presence`, so that a member
         that has just died is known to be absent by then, even if the news of its end is lost."""
         return 4 * self.beat
+
+    def hold_down_among(self, members: int) -> float:
+        """The same for a complaint of a member of a group of so many: the members may find out a sign of life apart
+        that they cannot reach each other, and it takes all of them to tell who is cut off."""
+        return self.hold_down + (self.beats_between(members) - 1) * self.beat
 
     @property
     def grace(self) -> float:

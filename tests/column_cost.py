@@ -1,6 +1,6 @@
 """Counts what the other members of its group cost the control thread of a rank, by how many they are.
 
-    python -m tests.column_cost --members 16,64,256
+    python -m tests.column_cost --members 16,64,256,1024
 
 At rest, for each tenth of the heartbeat timeout, and in a change of view: messages that it sends, their bytes before
 they are sealed, and bytecodes that its node runs, without sockets. And the memory of its links: this process connects
@@ -24,11 +24,13 @@ from ftcomm.control.handshake import Credentials, Opening
 from ftcomm.control.links import Link, Listener, listen, serve_messages
 from ftcomm.control.rank_with_leader import InProcessAction
 from ftcomm.control.sealed import Channel
+from ftcomm.control.timeouts import Timeouts
 from tests.bytecodes import counting
 from tests.rigs.rank_node import Process, running, view
 
 HOST = "127.0.0.1"
 CREDENTIALS = Credentials("t" * 32)
+TIMEOUTS = Timeouts.derive()
 AT_ONCE = 32  # links that are made at a time
 
 
@@ -53,13 +55,15 @@ class Cost:
 
 
 def at_rest(node: Process, others: range) -> Cost:
+    beats = TIMEOUTS.beats_between(1 + len(others))
     cost = Cost()
-    for now in range(3):  # the last one counts
-        cost = Cost()
-        cost.of(node.peers_acknowledged, dict.fromkeys(others, float(now)))
-        cost.of(node.tick, float(now))
+    for beat in range(3 * beats):  # the last one counts
+        now, cost = beat * TIMEOUTS.beat, Cost()
+        cost.of(node.peers_acknowledged, dict.fromkeys(others, now))
+        cost.of(node.tick, now)
         for replica in others:
-            cost.of(node.from_peer, m.Alive(replica, f"life-{replica}"), float(now))
+            if replica % beats == beat % beats:
+                cost.of(node.from_peer, m.Alive(replica, f"life-{replica}"), now)
     return cost
 
 
@@ -108,11 +112,11 @@ async def links(others: int) -> float:
 
 
 @click.command()
-@click.option("--members", default="16,64,256", show_default=True, metavar="N,N")
+@click.option("--members", default="16,64,256,1024", show_default=True, metavar="N,N")
 def main(members: str) -> None:
     for count in map(int, members.split(",")):
         others = range(1, count)
-        node = running((0, *others))
+        node = running((0, *others), timeouts=TIMEOUTS)
         click.echo(f"{count} members, at rest: {at_rest(node, others)}; a loss: {change(node, others)}")
     click.echo(f"a link each way: {asyncio.run(links(int(members.split(',')[-1]) - 1)):.1f} KB a member")
 

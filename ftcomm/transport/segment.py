@@ -2,7 +2,7 @@
 
     some pages      words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, those of the tree (up and down),
                     descriptors of slots, mutexes, levels of the ring: one page for up to 17 members, two for 49, nine
-                    for 256
+                    for 256, 33 for 1,024
     STAGED bytes    region POSTED:  the owner's input of a chunk, for the others to read
     STAGED bytes    region REDUCED: the owner's slice of a reduced chunk
 

@@ -30,9 +30,9 @@ class Process:
     """One process of replica 0: a rank, and rank 0 with the leader. It has all methods of the rank; what it sends
     upwards is an `Up`, whoever is there."""
 
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        self.rank = n.RankNode(0, rank, address(0, rank), TIMEOUTS)
-        self.leader = LeaderNode(0, "life-0", ranks, TIMEOUTS)
+    def __init__(self, rank: int = 0, ranks: int = 1, timeouts: Timeouts = TIMEOUTS) -> None:
+        self.rank = n.RankNode(0, rank, address(0, rank), timeouts)
+        self.leader = LeaderNode(0, "life-0", ranks, timeouts)
         self.with_leader = RankWithLeader(self.rank, self.leader) if rank == 0 else None
         if self.with_leader is not None:
             self.with_leader.start()
@@ -72,9 +72,11 @@ class Process:
         return self._done(self.leader.rank_refused(shard, reason))
 
 
-def running(replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0) -> Process:
+def running(
+    replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0, timeouts: Timeouts = TIMEOUTS
+) -> Process:
     """Replica 0, in force in epoch 1."""
-    node = Process(rank, ranks)
+    node = Process(rank, ranks, timeouts)
     node.up_opened()
     if rank == 0:
         for other in range(1, ranks):

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import messages as m
+from ftcomm.control import timeouts
 from ftcomm.control.rank_node import ToPeer
 from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.removals import LINGER
@@ -65,6 +66,18 @@ def test_no_promise_is_broken_among_many(kind: str, members: int, seed: int, tre
     history = run(seed, members, members, kind, trees=trees)
     assert not history.broken, history.broken
     assert history.views > 1
+
+
+@pytest.mark.parametrize("kind", ["cut-off", "halves", "partitions", "storm"])
+def test_no_promise_is_broken_if_members_give_signs_of_life_beats_apart(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they do in groups that are too large for so many histories."""
+    monkeypatch.setattr(timeouts, "MEMBERS_PER_BEAT", 2)
+    assert TIMEOUTS.beats_between(3) == 2
+    for seed in range(1000, 1005):
+        history = run(seed, 3, 9, kind)
+        assert not history.broken, f"seed {seed}: {history.broken}"
 
 
 @pytest.mark.parametrize(

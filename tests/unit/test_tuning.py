@@ -67,7 +67,7 @@ def test_files_of_other_names_may_say_the_same(tmp_path: Path) -> None:
         (b'{"version": 2}', r"Expected `int` <= 1 - at `\$.version`"),
         (b'{"version": 1, "one_shot": {}}', "unknown field `one_shot`"),
         (b'{"version": 1, "direct_before_ring": {"1": 5}}', "Expected `int` >= 2"),
-        (b'{"version": 1, "direct_before_ring": {"257": 5}}', "Expected `int` <= 256"),
+        (b'{"version": 1, "direct_before_ring": {"1025": 5}}', "Expected `int` <= 1024"),
         (b'{"version": 1, "direct_before_ring": {"four": 5}}', "is no tuning file"),
         (b'{"version": 1, "one_shot_between_hosts": {"4": -1}}', "Expected `int` >= 0"),
         (b'{"version": 1, "one_shot_on_one_host": {"4": "64K"}}', "Expected `int`, got `str`"),
