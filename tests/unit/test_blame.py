@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from ftcomm.control.blame import CHANGE, LONGEST, Blame, Culprit, Removal
 
 
@@ -55,6 +57,18 @@ def test_a_link_that_is_back_is_forgiven() -> None:
     blame.complaint(0, 1, now=0.0)
     blame.withdraw(0, 1)
     assert culprit(blame, 1.0) == {}
+
+
+@pytest.mark.parametrize(("then", "goes"), [(5.0, 0), (40.0, 2)])
+def test_the_one_whose_paths_fail_and_come_back_in_turn_goes(then: float, goes: int) -> None:
+    """Of its complaints, which it withdraws again and again, only one may be old enough to count."""
+    blame = Blame(8.0, 5.0, 20.0)
+    for accused in (1, 3, 4):
+        blame.complaint(0, accused, now=0.0)
+        blame.withdraw(0, accused)
+    blame.complaint(0, 2, now=then)
+    assert list(culprit(blame, then + 1.0)) == []
+    assert list(culprit(blame, then + 8.5)) == [goes]
 
 
 def test_a_complaint_that_comes_again_is_news_again_and_does_not_flap() -> None:
