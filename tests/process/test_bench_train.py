@@ -59,7 +59,7 @@ def test_a_step_takes_as_long_as_on_its_slower_rank_and_ratios_are_of_one_round(
     ("other", "said"),
     [
         ({"compare": ("nccl",)}, "--compare nccl: expected of gloo, torchft, restart"),
-        ({"replicas": 1}, "--replicas 1: expected 2 to 256"),
+        ({"replicas": 1}, "--replicas 1: expected 2 to 1024"),
         ({"width": 7}, "--width has to be a multiple of 8"),
         ({"rounds": 0, "steps": 0}, "one of them more"),
         ({"width": 65536}, "lower --replicas or --width"),

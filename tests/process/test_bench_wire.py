@@ -132,7 +132,7 @@ def test_every_rank_receives_what_its_left_neighbour_has() -> None:
     ("request_", "said"),
     [
         (WireRequest(sizes=(10,)), "multiples of 4"),
-        (WireRequest(ranks=(1,)), "expected 2 to 256"),
+        (WireRequest(ranks=(1,)), "expected 2 to 1024"),
         (WireRequest(iterations=0), "at least 1"),
         (WireRequest(sizes=(1 << 42,)), "are free; lower"),
         (WireRequest(idle=0.0), "expected a positive time"),

@@ -212,4 +212,4 @@ def test_the_command_counts_and_replays() -> None:
     unknown = CliRunner().invoke(simulate, ["--kinds", "kills,floods"])
     assert unknown.exit_code == 2
     assert "'floods' is not one of 'accused', 'attacked'," in " ".join(unknown.output.replace("│", " ").split())
-    assert "expected 1 <= first <= last <= 256" in wrong.output
+    assert "expected 1 <= first <= last <= 1024" in wrong.output

@@ -63,7 +63,7 @@ def test_the_state_has_the_size_that_is_asked_for():
 @pytest.mark.parametrize(
     ("request_", "text"),
     [
-        (RejoinRequest(replicas=1), "--replicas 1: expected 2 to 256"),
+        (RejoinRequest(replicas=1), "--replicas 1: expected 2 to 1024"),
         (RejoinRequest(rejoins=0), "--rejoins 0, --batch 256"),
         (RejoinRequest(size=1000), "--size"),
         (RejoinRequest(size=1 << 50), "need about"),

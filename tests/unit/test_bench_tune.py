@@ -159,7 +159,7 @@ def test_each_way_is_one_at_every_size(size: int) -> None:
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (TuneRequest(ranks=(1,)), "expected 2 to 256"),
+        (TuneRequest(ranks=(1,)), "expected 2 to 1024"),
         (TuneRequest(rounds=0), "--rounds 0: expected at least 1"),
         (TuneRequest(iterations=0), "-n 0: expected at least 1"),
         (TuneRequest(large=(1 << 42,)), "are free; lower --ranks"),

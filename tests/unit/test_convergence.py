@@ -264,7 +264,7 @@ def test_survivors_hold_after_the_same_step_while_the_file_is_there(tmp_path: Pa
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (accuracy.AccuracyRequest(replicas=1), "--replicas 1: expected 2 to 256"),
+        (accuracy.AccuracyRequest(replicas=1), "--replicas 1: expected 2 to 1024"),
         (accuracy.AccuracyRequest(width=7), "--width has to be a multiple of 8"),
         (accuracy.AccuracyRequest(down=0.5), "--down 0.5"),
         (accuracy.AccuracyRequest(policies=("cosine",)), "--policies cosine: expected none, linear, sqrt"),

@@ -269,11 +269,11 @@ def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.Mo
                     talk.write(m.encode(join))
                     assert isinstance(await said(talk), m.Queued)
                 heard.append(talk)
-            env = {"COORDINATOR": f"127.0.0.1:{port}", "TOKEN": token, "REPLICA": "1", "REPLICAS": "998", "SHARD": "1"}
+            env = {"COORDINATOR": f"127.0.0.1:{port}", "TOKEN": token, "REPLICA": "1", "REPLICAS": "1998", "SHARD": "1"}
             env["LEADER"] = "there:2"
             for name, value in env.items():
                 monkeypatch.setenv(f"FTCOMM_{name}", value)
-            with pytest.raises(SettingsError, match="998 replicas; a job has at most"):
+            with pytest.raises(SettingsError, match="1998 replicas; a job has at most"):
                 await asyncio.to_thread(ftcomm.init)
             other, sibling = [await said(talk) for talk in heard]
             assert isinstance(sibling, m.Removed)
