@@ -442,6 +442,7 @@ SECTIONS: dict[str, tuple[str, str, Section]] = {
     "rejoin": ("A replica comes back", "ftcomm bench rejoin", _rejoin),
     "fleet": ("A simulated fleet of 1,000 to 131,072 GPUs", "ftcomm bench fleet", _fleet),
     "control": ("The control plane of many ranks", "ftcomm bench control", _control),
+    "control-agents": ("The same, with host agents", "ftcomm bench control --agents", _control),
     "control-768": ("The same, of more ranks", "ftcomm bench control --replicas 12", _control),
     "control-98304": ("The same, of 98,304 ranks", "ftcomm bench control --replicas 12 --ranks 8192", _control),
     "views": ("Changes of view of many ranks", "ftcomm bench views", _views),

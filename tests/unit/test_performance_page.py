@@ -149,7 +149,7 @@ def test_the_control_plane_with_host_agents() -> None:
     without = render({"control": result(request=request, **rest)})
     assert "machines with a real connection to their leader each, many in a process" in without
     assert "900 messages a second between light ranks and leaders." in without
-    assert "host agent" not in without
+    assert "have a host agent" not in without
     more = {"request": {**request, "agents": True}, "agent_messages_per_second": 30.0}
     text = render({"control": result(**rest, **more)})
     assert "machines with a real connection to their host agent or leader each, many in a process" in text
