@@ -56,13 +56,13 @@ class StartedAgent:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        reader, writer = await asyncio.open_connection(HOST, self._ports.starts)
-        if not self._is_over:
-            self._writer = writer
-            writer.write(b"%d\n" % self._ports.ranks)
-            with contextlib.suppress(OSError):
-                await reader.read()
-        writer.close()
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection(HOST, self._ports.starts)
+            with contextlib.closing(writer):
+                if not self._is_over:
+                    self._writer = writer
+                    writer.write(b"%d\n" % self._ports.ranks)
+                    await reader.read()
         if not self._is_over:
             self._ended()
 
@@ -154,9 +154,13 @@ class HostAgents:
     async def _run(self, port: int, reader: asyncio.StreamReader) -> None:
         charge, sock = self._waiting.pop(port)
         agent = MeasuredAgent(charge, sock, self._counts)
-        self.living[port] = charge, agent
+
+        def begun() -> None:
+            agent.begun()
+            self.living[port] = charge, agent
+
         ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        running = asyncio.ensure_future(agent.run(agent.begun, ended))
+        running = asyncio.ensure_future(agent.run(begun, ended))
         said = asyncio.ensure_future(reader.read())
         await asyncio.wait({running, said}, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
@@ -166,7 +170,7 @@ class HostAgents:
             else:
                 ended.set_result(False)
         await asyncio.wait({running})
-        del self.living[port]
+        self.living.pop(port, None)
         if not running.cancelled():
             running.result()
 

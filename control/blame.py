@@ -68,8 +68,8 @@ class Blame:
         self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, shard) -> the wait that it reported
         self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> the last complaint
         self._heard: dict[tuple[int, int], float] = {}  # (by, accused) -> when a complaint was news in this view
-        self._apart: dict[frozenset[int], float] = {}  # the last complaint between two in this view
-        self._lately = max(QUIET, 2 * hold_down)  # a path that fails again and again is whole for a while
+        self._last_between: dict[frozenset[int], float] = {}  # the last complaint between two in this view
+        self._recent = max(QUIET, 2 * hold_down)  # a path that fails again and again is whole for a while
         self._waited: dict[tuple[int, int], float] = {}  # ranks that waited when a view was decided, and when that was
         self._asked = float("-inf")
 
@@ -79,7 +79,7 @@ class Blame:
         new = (by, accused) not in self._complaints
         self._complaints.setdefault((by, accused), (now, why[:LONGEST]))
         self._said[by, accused] = now
-        self._apart[frozenset((by, accused))] = now
+        self._last_between[frozenset((by, accused))] = now
         news = new and now - self._heard.get((by, accused), float("-inf")) >= QUIET
         if news:
             self._heard[by, accused] = now
@@ -135,7 +135,7 @@ class Blame:
         self._complaints.clear()
         self._said.clear()
         self._heard.clear()
-        self._apart.clear()
+        self._last_between.clear()
         # One that was asked just while it waited for the progress of others, in a change of view, was held up by none.
         held_up = {x: stall for x, stall in self._stalls.items() if stall.op != CHANGE or stall.due or stall.lasts}
         self._waited.update((rank, stall.last) for rank, stall in held_up.items())
@@ -174,7 +174,7 @@ class Blame:
         if pair is None:
             return {}
         broken = {frozenset(complaint) for complaint in self._complaints}
-        broken |= {apart for apart, last in self._apart.items() if now - last < self._lately}
+        broken |= {pair for pair, last in self._last_between.items() if now - last < self._recent}
 
         def weight(replica: int) -> tuple[int, bool, int]:
             return sum(replica in edge for edge in broken), replica not in contributing, replica

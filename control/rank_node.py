@@ -100,7 +100,7 @@ class RankNode:
         self._beats = timeouts.beats(ranks) if shard else 1  # between two signs of life to the leader
         # So long that the leader of a rank that is missed here, which misses it too, has said so before that counts.
         self._detector: Detector[Life] = Detector(self._beats * timeouts.unheard + (self._beats - 1) * timeouts.beat)
-        self._beat = 0  # how many there were
+        self._beat = 0  # beats so far
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
         self.cut_off = False  # the agent of this host does not reach it, and is no sign of it
         self._from_above = False  # it has spoken since the last beat

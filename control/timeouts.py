@@ -69,8 +69,8 @@ class Timeouts:
         return self._beats(ranks, RANKS_PER_BEAT)
 
     def beats_between(self, members: int) -> int:
-        """The beats between two signs of life of a rank to each of so many members of its group, of which it gives them
-        to as many in each beat. So it finds out up to so many beats later that a member is silent."""
+        """The beats between two signs of life of a rank to each member of a group of so many: in each beat it gives
+        them to `MEMBERS_PER_BEAT` or so. It may find out so many beats later that a member is silent."""
         return self._beats(members, MEMBERS_PER_BEAT)
 
     def _beats(self, peers: int, at_once: int) -> int:
@@ -88,8 +88,8 @@ class Timeouts:
         return 4 * self.beat
 
     def hold_down_among(self, members: int) -> float:
-        """The same for a complaint of a member of a group of so many: the members may find out a sign of life apart
-        that they cannot reach each other, and it takes all of them to tell who is cut off."""
+        """The same for a complaint of one of so many members. They find out up to `beats_between` apart that one of
+        them is cut off, and it takes the complaints of all to tell which."""
         return self.hold_down + (self.beats_between(members) - 1) * self.beat
 
     @property

@@ -51,7 +51,7 @@ class Algorithm(ABC):
         self.contributes = view.me in view.contributing
         self.memories, self.reducer = memories, reducer
         self.others = frozenset(member for member in view.members if member != view.me)
-        self.gives = self.contributes and bool(self.others)  # its input is staged for others
+        self.stages_input = self.contributes and bool(self.others)
         self._kept: list[dict[tuple[str, str, str, int], Any]] = [{} for _ in range(SLOTS * SPAN)]
 
     def views(self, op: Operation, count: int, chunk: int) -> Any:

@@ -75,7 +75,7 @@ class OneShot(Algorithm):
         return self.contributors[0] == self.me
 
     def post(self, slot: Slot) -> None:
-        if self.gives and not slot.straight:
+        if self.stages_input and not slot.straight:
             slot.views.mine[...] = slot.here
 
     def finish(self, slot: Slot) -> None:
@@ -129,7 +129,7 @@ class TwoShot(Algorithm):
         )
 
     def post(self, slot: Slot) -> None:
-        if self.gives and not slot.straight:
+        if self.stages_input and not slot.straight:
             slot.views.mine[...] = slot.here
 
     def step(self, slot: Slot) -> None:
