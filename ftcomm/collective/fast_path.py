@@ -31,6 +31,8 @@ from ftcomm.transport.segment import DESCRIPTORS, DETAIL, NEAR, POSTED, SLOTS, T
 LEAST = 2  # members; one alone needs no fast path
 _KEPT = 64  # kinds of calls, per slot
 
+_PLACES = tuple((at, at + 1, at + DETAIL) for at in DESCRIPTORS)  # of the words that describe each slot
+
 Raisers = Mapping[int, Callable[[int], None]]  # see `ftcomm.collective.publisher.Publisher`
 
 
@@ -54,26 +56,25 @@ class FastPath:
         self._contributors = view.contributors
         self._posted, self._taken = pipeline.posted_by_all, pipeline.taken_by_all
         self._words = [peer.words for peer in pipeline.peers]
-        self._kept: list[dict[int, OneShotViews]] = [{} for _ in range(NEAR)]  # keyed by call
+        # Keyed by call; None: it cannot take the fast path.
+        self._kept: list[dict[int, OneShotViews | None]] = [{} for _ in range(NEAR)]
 
     def run(self, op: Operation) -> bool:
         """Run `op`, which was just submitted, with nothing else in flight. True: all members hold it FINAL. False: the
         stream has to go on with it."""
         pipeline = self._pipeline
-        index, place, call = pipeline.taken, op.place, op.call
-        if pipeline.posted != index or index >= LAST or len(pipeline.unposted) > 1:
+        index, call = pipeline.taken, op.call
+        kept = self._kept[index % NEAR]
+        views = kept[call] if call in kept else self._views(op, index)
+        if views is None or pipeline.posted != index or index >= LAST or len(pipeline.unposted) > 1:
             return False
-        views = self._kept[index % NEAR].get(call)
-        if views is None:
-            views = self._views(op, index)
-            if views is None:
-                return False
         if self._waiter.interrupted:
             return False
-        own, array, at = self._own, op.array, DESCRIPTORS[index % SLOTS]
+        own, array, place = self._own, op.array, op.place
+        at, call_at, detail_at = _PLACES[index % SLOTS]
         own[at] = place
-        own[at + 1] = call
-        own[at + DETAIL] = 0
+        own[call_at] = call
+        own[detail_at] = 0
         views.mine[...] = array
         pipeline.unposted.popleft()  # another thread may have added one after it
         op.end = pipeline.posted = count = index + 1
@@ -82,7 +83,7 @@ class FastPath:
             pipeline.fill(index, op)
             return False
         for words in self._words:
-            if words[at] != place or words[at + 1] != call or words[at + DETAIL]:
+            if words[at] != place or words[call_at] != call or words[detail_at]:
                 pipeline.fill(index, op)
                 return False
         views.reduce(array)
@@ -97,16 +98,15 @@ class FastPath:
 
     def _views(self, op: Operation, index: int) -> OneShotViews | None:
         """Returns the views for an op; None if it cannot take the fast path."""
-        algorithms = self._pipeline.algorithms
-        if len(op.finals) > 1 or algorithms.of(op) is not algorithms.one_shot:
-            return None
-        kept = self._kept[index % NEAR]
+        algorithms, kept = self._pipeline.algorithms, self._kept[index % NEAR]
+        made: OneShotViews | None = None
         if len(kept) >= _KEPT:
             kept.clear()
-        try:
-            made: OneShotViews = algorithms.one_shot.views(op, op.count, self._pipeline.staging(index))
-        except TransportError:  # there is no memory for them, with which the stream fails
-            return None
+        if len(op.finals) == 1 and algorithms.of(op) is algorithms.one_shot:
+            try:
+                made = algorithms.one_shot.views(op, op.count, self._pipeline.staging(index))
+            except TransportError:  # there is no memory for them, with which the stream fails
+                return None
         kept[op.call] = made
         return made
 

@@ -70,6 +70,8 @@ class Inflight(Generic[OpT]):
         op.finish(op.error)
 
     def _return_chunks(self, op: Operation) -> None:
+        if op.finals.count(self.common) == len(op.finals):
+            return
         sets = set(op.finals)
         if op.atomic and len(sets) > 1:
             raise ProtocolError(f"op {op.number} is atomic, and its chunks have several sets of contributors")

@@ -159,12 +159,13 @@ class _Fold:
         self.ufunc = ufunc
 
     def __call__(self, sources: Sequence[HostArray], out: HostArray) -> None:
-        first, *others = sources
-        if not others:
-            out[...] = first
-        for other in others:
-            self.ufunc(first, other, out=out)
-            first = out
+        if len(sources) == 1:
+            out[...] = sources[0]
+            return
+        ufunc = self.ufunc
+        ufunc(sources[0], sources[1], out)
+        for other in sources[2:]:
+            ufunc(out, other, out)
 
 
 def of_two(reduction: Reduction) -> Callable[..., object]:

@@ -9,6 +9,7 @@ copy        members without a chunk copy it from one that holds it FINAL, or fro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,9 +51,6 @@ class OneShot(Algorithm):
     def _reduction(self, dtype: str, op: str, posted: Mapping[int, Array]) -> Callable[[Array], None]:
         reduction, sources = self.reducer.get(dtype, op), [operand(dtype, posted[m]) for m in self.contributors]
 
-        def reduce(out: Array) -> None:
-            reduction(sources, out)
-
         pair, theirs = of_two(reduction), sources[1 if self._pair and self._first else 0] if sources else None
 
         def reduce_mine_first(out: Array) -> None:
@@ -64,7 +62,9 @@ class OneShot(Algorithm):
         def reduce_mine_alone(out: Array) -> None:
             pair(out.copy(), theirs, out=out)
 
-        made = reduce if not self._pair else reduce_mine_first if self._first else reduce_mine_last
+        made: Callable[[Array], None] = partial(reduction, sources)
+        if self._pair:
+            made = reduce_mine_first if self._first else reduce_mine_last
         if made is reduce_mine_first and isinstance(theirs, np.ndarray) and len(theirs) == 1:
             # Into its first input NumPy adds a single number as the last step of a sum, and keeps another NaN of two.
             made = reduce_mine_alone
