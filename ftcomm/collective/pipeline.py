@@ -55,9 +55,11 @@ from ftcomm.collective.schedule import AROUND, HIERARCHICAL, Batch
 from ftcomm.collective.tree import ASKS, DIFFERS, FOUND, TreeBranch, tree
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.epochs import COUNTS
+from ftcomm.settings.tuning import Tuning
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import (
     ANNOUNCED,
+    DESCRIPTORS,
     DETAIL,
     GATHERED,
     NEAR,
@@ -80,6 +82,8 @@ if TYPE_CHECKING:
 # so all had taken p - 2 * AHEAD, which had the same slot. Between hosts members look, and are ahead by as many tasks as
 # there are slots.
 AHEAD = NEAR // 2
+
+_KEPT = 64  # courses of calls
 
 LAST = COUNTS - (1 << 20)  # tasks of an epoch; the rest of the counter is never used
 
@@ -120,6 +124,8 @@ class Slot:
         "algorithm",
         "arrival",
         "chunk",
+        "count",
+        "course",
         "first",
         "gates",
         "here",
@@ -146,10 +152,12 @@ class Slot:
     steps: int  # steps before the last one, which does nothing
     straight: bool  # readers get my input from `here`, not from the staging
     here: Array  # the caller's buffer of this chunk; of a batch that of the whole op
-    views: Any  # the algorithm's views of the staging
+    count: int  # elements of `here`
+    views: Any  # the algorithm's views of the staging, for so many
+    course: Course | None  # from which it has its algorithm and all that follows from that
 
     def __init__(self, chunk: int) -> None:
-        self.chunk = chunk
+        self.chunk, self.course = chunk, None
 
 
 class Pipeline:
@@ -210,6 +218,7 @@ class Pipeline:
             )
             for algorithm in algorithms
         }
+        self._courses: dict[tuple[int, int], Course] = {}  # of all-reduces, keyed by call and elements of a chunk
         self._detail = AROUND if view.ring else HIERARCHICAL if view.hosts else 0  # the detail of all-reduces
 
     def _join(self, place: TreeBranch, peers: Mapping[int, Peer]) -> None:
@@ -283,9 +292,8 @@ class Pipeline:
     # -- what can be done ----------------------------------------------------------------------------------------------
 
     def to_post(self) -> Operation | None:
-        """Returns the op whose next task may be posted."""
-        if not self.unposted or self.posted - self.taken >= self.ahead:
-            return None
+        """Returns the op whose next task may be posted. Called while there are `unposted` ops, and fewer tasks than
+        `ahead` are posted and not taken."""
         if self.far:
             for gate in self._gates_of_slot():
                 if not gate.is_open(self.posted - self.staged + 1):
@@ -321,12 +329,12 @@ class Pipeline:
         slot = self.slots[index % SLOTS]
         slot.index, slot.number, slot.first = index, 0, not first
         if not first:
-            self.course = self.course_of(op, self.algorithms.of(op))
+            self.course = self.course_of(op)
         course = self.course
         # The same on all members, since they have the same tasks.
         slot.span = span = 1 if course.most == 1 else side_by_side(tasks[first : first + course.most])
-        op.next = first + span
-        if first + span == len(tasks):
+        op.next = stop = first + span
+        if stop == len(tasks):
             op.end = index + 1
             self.unposted.popleft()
         self.bind(slot, op, tasks[first], course)
@@ -334,8 +342,25 @@ class Pipeline:
             self._unmet = index + 1
         return slot
 
-    def course_of(self, op: Operation, algorithm: Algorithm) -> Course:
-        """Returns the course of what goes by `algorithm` of an op."""
+    def course_of(self, op: Operation) -> Course:
+        """Returns the course of an op. Those of all-reduces are kept, since a training repeats its calls."""
+        if op.schedule is not None:
+            return self._course(op, self.algorithms.of(op))
+        key = op.call, op.elements
+        found = self._courses.get(key)
+        if found is None:
+            if len(self._courses) >= _KEPT:
+                self._courses.clear()
+            found = self._courses[key] = self._course(op, self.algorithms.of(op))
+        return found
+
+    def tune(self, tuning: Tuning) -> None:
+        """Use other switch points, while nothing is in flight."""
+        self.algorithms.tune(tuning)
+        self._courses.clear()
+
+    def _course(self, op: Operation, algorithm: Algorithm) -> Course:
+        """Makes the course of what goes by `algorithm` of an op."""
         gates: Sequence[Gate] = self._gates[algorithm]
         straight = algorithm.straight and op.nbytes >= self._straight_from
         if straight and not gates:
@@ -356,17 +381,19 @@ class Pipeline:
         """Set what follows from the op, its course, and a task of `index` and `span` in the slot."""
         if not course.reduces or task.holder != REDUCE:
             algorithm, task = self.algorithms.of_task(course.algorithm, task)
-            course = self.course_of(op, algorithm)
-        algorithm, _, arrivals, slot.gates, slot.steps, slot.straight, elements, _ = course
-        slot.op, slot.task, slot.algorithm, slot.arrival = op, task, algorithm, arrivals[slot.first]
-        if self.place is not None and algorithm is self.algorithms.tree:
-            slot.arrival = self._arrival_by_tree(slot)
-        here = op.array
+            course = self._course(op, algorithm)
+        here, elements = op.array, course.elements
         if elements:
             start = task.chunk * elements
             here = here[start : start + slot.span * elements]
-        slot.here = here
-        slot.views = algorithm.views(op, len(here), slot.chunk)
+        count = len(here)
+        if slot.course is not course or slot.count != count:  # else the slot has had the like of it
+            algorithm, _, _, slot.gates, slot.steps, slot.straight, _, _ = course
+            slot.algorithm, slot.views = algorithm, algorithm.views(op, count, slot.chunk)
+            slot.course, slot.count = course, count
+        slot.op, slot.task, slot.here, slot.arrival = op, task, here, course.arrivals[slot.first]
+        if self.place is not None and slot.algorithm is self.algorithms.tree:
+            slot.arrival = self._arrival_by_tree(slot)
 
     def need(self, slot: Slot) -> list[Peer]:
         """Returns the peers that have to be reached before the task can arrive, since it reads the staging of members
@@ -461,10 +488,9 @@ class Pipeline:
     # -- the rest of its way -----------------------------------------------------------------------------------------
 
     def to_arrive(self) -> Slot | None:
-        """Returns the slot of the next task that all have posted."""
+        """Returns the slot of the next task, if all have posted it. Called while one has been posted here and has not
+        arrived."""
         index = self.arrived
-        if index == self.posted:
-            return None
         slot = self.slots[index % SLOTS]
         for gate in slot.arrival:
             if not gate.is_open(index + 1):
@@ -497,12 +523,17 @@ class Pipeline:
 
     def _alike(self, slot: Slot) -> bool:
         """Whether all have made the same call, as all have said."""
-        at = descriptor(slot.index % SLOTS)
-        detail_at = at + DETAIL
-        call, place, detail = slot.op.call, self._own[at], self._own[detail_at] & ~FOUND
-        alike = True
+        at = DESCRIPTORS[slot.index % SLOTS]
+        call_at, detail_at = at + 1, at + DETAIL
+        call, place, detail = slot.op.call, self._own[at], self._own[detail_at]
         for words in self._heard:
-            if words[at + 1] != call or words[detail_at] & ~FOUND != detail:
+            if words[call_at] != call or words[at] != place or words[detail_at] != detail:
+                break
+        else:
+            return True
+        alike, detail = True, detail & ~FOUND
+        for words in self._heard:
+            if words[call_at] != call or words[detail_at] & ~FOUND != detail:
                 return False
             alike = alike and words[at] == place
         return alike or not unlike([place, *(words[at] for words in self._heard)])
@@ -515,13 +546,15 @@ class Pipeline:
         was looked at, may be open for this one a moment later.
         """
         reached: dict[Algorithm, int] = {}  # the next step of the task before
-        stepped = max(self.stepped, self.taken)
+        stepped = self.stepped
+        if stepped < self.taken:
+            stepped = self.taken
         for index in range(stepped, self.arrived):
             slot = self.slots[index % SLOTS]
             number, steps = slot.number, slot.steps
             if number < steps and slot.op.error is None:
                 algorithm = slot.algorithm
-                if number < reached.get(algorithm, steps) and slot.gates[number].is_open(index + 1):
+                if (not reached or number < reached.get(algorithm, steps)) and slot.gates[number].is_open(index + 1):
                     yield slot
                     number = slot.number
                 if number < steps:
@@ -538,10 +571,9 @@ class Pipeline:
         return slot.algorithm.steps[number].makes
 
     def to_take(self) -> Slot | None:
-        """Returns the slot of the next task that has nothing left to wait for."""
+        """Returns the slot of the next task, if it has nothing left to wait for. Called while one has arrived and is
+        not taken."""
         index = self.taken
-        if index == self.arrived:
-            return None
         slot = self.slots[index % SLOTS]
         gates = slot.gates
         if not gates or slot.op.error is not None:
@@ -601,7 +633,7 @@ class Pipeline:
         slot = self.slots[index % SLOTS]
         op.next = 1
         slot.index, slot.span, slot.first, slot.number = index, 1, True, 0
-        self.bind(slot, op, op.tasks[0], self.course_of(op, self.algorithms.of(op)))
+        self.bind(slot, op, op.tasks[0], self.course_of(op))
         return slot
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from ftcomm.transport.base import CannotSend, MirrorWriter, Peer
 from ftcomm.transport.segment import (
     ANNOUNCED,
     ASLEEP,
+    DESCRIPTORS,
     DETAIL,
     ENDS,
     FINGERPRINT,
@@ -120,10 +121,10 @@ class Publisher:
 
     def describe(self, slot: Slot) -> None:
         """Write beside the slot the op and the call whose first task it has, before it is posted."""
-        op, at = slot.op, descriptor(slot.index % SLOTS)
-        self._own[at] = op.place
-        self._own[at + 1] = op.call
-        self._own[at + DETAIL] = self._pipeline.detail(op)
+        op, own, at = slot.op, self._own, DESCRIPTORS[slot.index % SLOTS]
+        own[at] = op.place
+        own[at + 1] = op.call
+        own[at + DETAIL] = self._pipeline.detail(op)
 
     def publish(self, word: int, count: int, *, last: bool = True) -> None:
         """Raise a word. `last`: this task is the last one of its op."""

@@ -59,7 +59,10 @@ class Task(NamedTuple):
 
     def mark(self, op: Operation, span: int, contributors: Contributors) -> None:
         """Note that they are FINAL, with `contributors` if they were reduced."""
-        op.finals[self.chunk : self.chunk + span] = [self.contributors or contributors] * span
+        if span == 1:
+            op.finals[self.chunk] = self.contributors or contributors
+        else:
+            op.finals[self.chunk : self.chunk + span] = [self.contributors or contributors] * span
 
 
 class ProtocolError(FtcommError):

@@ -246,6 +246,6 @@ class Stream:
     def tune(self, tuning: Tuning) -> None:
         """Use other switch points, while nothing is in flight."""
         self.view = dataclasses.replace(self.view, tuning=tuning)
-        self.pipeline.algorithms.tune(tuning)
+        self.pipeline.tune(tuning)
         if self.fast_path is not None:
             self.fast_path.forget()

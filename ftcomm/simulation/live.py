@@ -135,7 +135,7 @@ class SteppedStream(Stream):
 # Of an op: where it is in the recording, which decides nothing, and the bytes that `kept` shows.
 _RECORDED = frozenset(("record", "_kept_memory"))
 _APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch", "_change"))
-_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped", "course"))
+_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped", "course", "_courses"))
 
 Resumption = Callable[[Inflight[Operation], GroupView], None]  # may spoil what is left to do, in a mutation
 
@@ -318,14 +318,14 @@ class Live:
         pipeline.unposted = deque(by_number[number] for number in unposted)
         if pipeline.unposted:
             op = pipeline.unposted[0]
-            pipeline.course = pipeline.course_of(op, pipeline.algorithms.of(op))
+            pipeline.course = pipeline.course_of(op)
         pipeline.slots, pipeline.stepped = pipeline.empty_slots(), pipeline.taken
         for index, (number, state) in enumerate(slots, start=pipeline.taken):
             slot = pipeline.slots[index % SLOTS]
             op = by_number[number]
             for name, value in state:
                 setattr(slot, name, thaw(value))
-            pipeline.bind(slot, op, slot.task, pipeline.course_of(op, pipeline.algorithms.of(op)))
+            pipeline.bind(slot, op, slot.task, pipeline.course_of(op))
 
     def _operation(self, number: int, state: Any) -> Operation:
         op = self._operations[number]

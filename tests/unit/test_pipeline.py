@@ -56,7 +56,7 @@ class Pipelines:
 
     def post(self, op: Operation) -> None:
         self.pipeline.unposted.append(op)
-        while (posted := self.pipeline.to_post()) is not None:
+        while self.pipeline.unposted and (posted := self.pipeline.to_post()) is not None:
             slot = self.pipeline.begin(posted)
             self.pipeline.posted = slot.index + 1
             op.verified = True
@@ -78,7 +78,7 @@ def test_a_task_takes_no_step_before_the_one_in_front_of_it_has(monkeypatch: pyt
     pipeline = of.pipeline
     of.post(all_reduce(2))
     of.raise_all(POSTED, 2)
-    while (slot := pipeline.to_arrive()) is not None:
+    while pipeline.arrived < pipeline.posted and (slot := pipeline.to_arrive()) is not None:
         pipeline.arrived = slot.index + 1
     looked: list[int] = []
     is_open = Gate.is_open
@@ -168,7 +168,7 @@ def test_no_hop_of_a_large_op_between_hosts_is_small(members: int, by_ring: bool
     pipeline.algorithms.of = lambda _: pipeline.algorithms.route or pipeline.algorithms.two_shot  # type: ignore[method-assign]
     pipeline.unposted.append(op)
     rooms: list[set[int]] = []
-    while pipeline.to_post() is not None:
+    while pipeline.posted < pipeline.staged and pipeline.to_post() is not None:
         slot = pipeline.begin(op)
         pipeline.posted = slot.index + 1
         rooms.append(set(range(slot.chunk, slot.chunk + slot.span)))
@@ -189,7 +189,7 @@ def test_no_hop_of_a_large_op_between_hosts_is_small(members: int, by_ring: bool
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="another Python has other bytecodes")
-@pytest.mark.parametrize(("members", "most"), [(2, 725), (4, 1185)])
+@pytest.mark.parametrize(("members", "most"), [(2, 664), (4, 1117)])
 def test_a_task_runs_no_more_bytecodes_than_it_needs(members: int, most: int) -> None:
     """`python -m tests.bytecodes` says which functions run them. Who needs more says why, or takes some away."""
     fewer, more = 8, 16  # tasks, of one chunk each
@@ -200,3 +200,10 @@ def test_a_task_runs_no_more_bytecodes_than_it_needs(members: int, most: int) ->
             return bytecodes(lambda: group.allreduce(array)).total()
 
     assert (counted(more) - counted(fewer)) / (more - fewer) <= most
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="another Python has other bytecodes")
+def test_an_op_of_two_tasks_runs_no_more_bytecodes_than_it_needs() -> None:
+    array = np.zeros(2 * REAL_CHUNK // 4, np.float32)
+    with mirrored_group(4) as group:
+        assert bytecodes(lambda: group.allreduce(array)).total() <= 3509
