@@ -41,7 +41,7 @@ def explored(group: CheckedGroup, faults: int, **options: Any) -> tuple[Exhausti
     [
         pytest.param(CheckedGroup(3, 1, 2), 2, 40_000, id="one-shot-of-two-chunks", marks=pytest.mark.sweep),
         pytest.param(CheckedGroup(3, 1, 1), 2, 15_000, id="one-shot"),
-        pytest.param(CheckedGroup(3, 2, 1), 1, 20_000, id="two-ops"),
+        pytest.param(CheckedGroup(3, 2, 1), 1, 20_000, id="two-ops", marks=pytest.mark.sweep),
         pytest.param(CheckedGroup(3, 1, 1, one_host=False), 2, 15_000, id="two-shot"),
         pytest.param(CheckedGroup(3, 1, 2, atomic=True), 1, 3_000, id="atomic"),
         pytest.param(CheckedGroup(2, 1, 6), 1, 500, id="slots-used-again"),

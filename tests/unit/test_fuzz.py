@@ -161,6 +161,7 @@ def test_the_seeds_are_of_all_kinds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_guided_by_coverage() -> None:
     pytest.importorskip("atheris", reason="it has no wheel for this platform", exc_type=ImportError)
     command = [sys.executable, "-m", "tests.fuzz", "all", "--seconds", "0.25", "--seed", "1"]
