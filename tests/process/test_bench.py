@@ -133,7 +133,9 @@ def test_allreduce_kinds(bench: Bench, arguments: tuple[str, ...]) -> None:
     ("endless", "rows"),
     [
         (("allreduce", "--sizes", "1K" + ",1M" * 3000, "-n", "5", "--rounds", "1"), "rows"),
-        (("recovery", "--replicas", "2", "--size", "4M", "--kills", "1000"), "events"),
+        pytest.param(
+            ("recovery", "--replicas", "2", "--size", "4M", "--kills", "1000"), "events", marks=pytest.mark.sweep
+        ),
     ],
     ids=["allreduce", "recovery"],
 )

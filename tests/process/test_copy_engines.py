@@ -113,7 +113,9 @@ def _gathered(running: Job, replica: int) -> dict[int, dict[str, Any]]:
     return {n["step"]: n for who, _, n in running.notes() if who == replica and n["kind"] == "gather"}
 
 
-@pytest.mark.parametrize(("at", "uncounted"), [(1, False), (2 * PIECES, True), ("verdict", False)])
+@pytest.mark.parametrize(
+    ("at", "uncounted"), [pytest.param(1, False, marks=pytest.mark.sweep), (2 * PIECES, True), ("verdict", False)]
+)
 def test_all_have_the_same_of_a_gather_in_which_one_dies(tmp_path: Path, at: int | str, uncounted: bool) -> None:
     """In the second case it has told replica 2 that it has all, and not 0, whose failure is in no minimum. All fail
     alike, and go on as two."""

@@ -189,10 +189,9 @@ sweep = pytest.mark.sweep
 @pytest.mark.parametrize(
     ("point", "elements", "wire"),
     [
-        ("posted", TWO_SHOT, None),
         ("taken", TWO_SHOT, "fp8"),
         ("taken", ONE_SHOT, None),
-        *[pytest.param(*point, None, marks=sweep) for point in POINTS[1:3]],
+        *[pytest.param(*point, None, marks=sweep) for point in POINTS[:3]],
         *[pytest.param(*point, "fp8", marks=sweep) for point in POINTS if point != ("taken", TWO_SHOT)],
     ],
 )
@@ -286,8 +285,8 @@ def _newest(events: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize(
     ("place", "wire"),
     [
-        ("copy", None),
         ("read", "fp8"),
+        pytest.param("copy", None, marks=sweep),
         pytest.param("taken", None, marks=sweep),
         pytest.param("read", None, marks=sweep),
         pytest.param("copy", "fp8", marks=sweep),

@@ -120,7 +120,6 @@ def jobs() -> Iterator[list[Job]]:
 @pytest.mark.parametrize(
     ("mode", "members", "megabytes", "atomic", "seed"),
     [
-        ("shm", 4, 64, False, 0),
         ("shm", 6, 8, False, 6),
         ("shm", 4, 16, True, 19),
         ("tcp", 4, 16, False, 14),
@@ -128,6 +127,7 @@ def jobs() -> Iterator[list[Job]]:
         ("ring", 4, 16, True, 38),
         ("hosts", 5, 16, False, 40),  # three members on one host, two on the other
         ("rows", 6, 16, True, 46),  # two rows of three, and then of others
+        pytest.param("shm", 4, 64, False, 0, marks=pytest.mark.sweep),
         pytest.param("tcp", 4, 16, True, 24, marks=pytest.mark.sweep),
         pytest.param("hosts", 5, 16, True, 44, marks=pytest.mark.sweep),
         pytest.param("rows", 6, 16, False, 45, marks=pytest.mark.sweep),
@@ -147,8 +147,8 @@ def test_survivors_of_sigkill_return_the_same_bytes(
 @pytest.mark.parametrize(
     ("mode", "members", "megabytes", "atomic", "seed"),
     [
-        ("shm", 4, 8, False, 51),
         ("tcp", 3, 8, True, 53),
+        pytest.param("shm", 4, 8, False, 51, marks=pytest.mark.sweep),
         pytest.param("tcp", 4, 8, False, 52, marks=pytest.mark.sweep),
         pytest.param("shm", 3, 8, False, 54, marks=pytest.mark.sweep),
     ],
@@ -196,7 +196,10 @@ def one_after_the_other(
     assert result[2] == ((0, count, tuple(job.processes)),)
 
 
-@pytest.mark.parametrize(("mode", "large"), [("shm", 300_000), ("ring", 2_200_000)])  # the ring runs over TCP
+@pytest.mark.parametrize(
+    ("mode", "large"),
+    [("shm", 300_000), pytest.param("ring", 2_200_000, marks=pytest.mark.sweep)],  # the ring runs over TCP
+)
 def test_24_members_lose_two_in_mid_op(jobs: list[Job], mode: str, large: int) -> None:
     """Beyond the 17 members for which the first page of a segment has words; around the ring in more tasks than there
     are slots."""

@@ -93,9 +93,13 @@ def finish(running: Job, replicas: tuple[int, ...]) -> None:
     check(running)
 
 
+PUTS = [*(("shm", place) for place in torn_puts.SHARED), *(("tcp", place) for place in torn_puts.TCP)]
+SWEPT = (("shm", "read"), ("shm", "taken"), ("tcp", "posted"))  # the other transport stops at each of these
+
+
 @pytest.mark.parametrize(
     ("transport", "place"),
-    [*(("shm", place) for place in torn_puts.SHARED), *(("tcp", place) for place in torn_puts.TCP)],
+    [pytest.param(*each, marks=[pytest.mark.sweep] if each in SWEPT else []) for each in PUTS],
 )
 def test_who_wakes_in_the_middle_of_a_put_changes_nothing(tmp_path: Path, transport: str, place: str) -> None:
     with job(tmp_path, place, transport) as running:
@@ -120,7 +124,9 @@ def test_who_wakes_in_the_middle_of_a_put_changes_nothing(tmp_path: Path, transp
         finish(running, (0, 2))
 
 
-@pytest.mark.parametrize(("transport", "place"), [("shm", "copy"), ("tcp", "frame")])
+@pytest.mark.parametrize(
+    ("transport", "place"), [pytest.param("shm", "copy", marks=pytest.mark.sweep), ("tcp", "frame")]
+)
 def test_who_wakes_when_its_number_is_taken(tmp_path: Path, transport: str, place: str) -> None:
     """Its next life is in the view, under the same number: nothing that it sends is taken for that one's."""
     with job(tmp_path, place, transport) as running:
@@ -138,7 +144,7 @@ def test_who_wakes_when_its_number_is_taken(tmp_path: Path, transport: str, plac
         finish(running, (0, 1, 2))
 
 
-@pytest.mark.parametrize(("transport", "rank"), [("shm", 0), ("tcp", 1)])
+@pytest.mark.parametrize(("transport", "rank"), [pytest.param("shm", 0, marks=pytest.mark.sweep), ("tcp", 1)])
 def test_a_rank_that_is_removed_takes_its_sibling_along(tmp_path: Path, transport: str, rank: int) -> None:
     """The other rank of the replica runs all the while: it must stop, too, and say why."""
     with job(tmp_path, "posted", transport, ranks=2, victim=(VICTIM, rank)) as running:
@@ -149,7 +155,7 @@ def test_a_rank_that_is_removed_takes_its_sibling_along(tmp_path: Path, transpor
         finish(running, (0, 2))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.sweep)])
 def test_stopped_at_random_moments(tmp_path: Path, transport: str) -> None:
     """From outside, several lives of one replica; each wakes when the next one is in the view."""
     print(f"seed {SEED}")

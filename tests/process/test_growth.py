@@ -220,7 +220,7 @@ def test_a_joiner_that_dies_at_every_point_of_its_joining(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_a_coordinator_that_is_restarted_at_every_point_of_a_joining(tmp_path: Path, half: int) -> None:
     """A half of the points each, chosen at random; at every second one the joiner dies while it is away."""
     points = Points(tmp_path)
@@ -265,7 +265,11 @@ def test_a_member_that_dies_at_every_point_of_a_change(tmp_path: Path) -> None:
         finish(running, ALL, ran_too_early(JOINER))
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["another dies", "another leaves and a third dies"])
+@pytest.mark.parametrize(
+    "leaves",
+    [pytest.param(False, marks=pytest.mark.sweep), True],
+    ids=["another dies", "another leaves and a third dies"],
+)
 def test_a_loss_at_every_point_of_a_change(tmp_path: Path, leaves: bool) -> None:
     """One member is held in the middle of the change, so that it goes no further, while another is killed."""
     points = Points(tmp_path)
