@@ -95,6 +95,7 @@ def test_ddp_outlives_a_kill_and_goes_on_from_its_checkpoint(preforked: None, tm
     assert complete(tmp_path / "train_ddp")[-1] == last + 3
 
 
+@pytest.mark.protocol
 @pytest.mark.shows("ftcomm run", "FSDP2", "R")
 def test_fsdp2_in_one_replica_of_two_and_then_in_two(preforked: None, tmp_path: Path) -> None:
     for replicas, first, total in ((1, 0, 2), (2, 2, 4)):

@@ -198,7 +198,7 @@ print("all three")
 """
 
 
-@pytest.mark.parametrize("token", ["", pytest.param("of the user", marks=pytest.mark.protocol)])
+@pytest.mark.parametrize("token", ["", pytest.param("of the user", marks=pytest.mark.sweep)])
 def test_one_torchrun_meets_three_times(tmp_path: Path, token: str) -> None:
     (tmp_path / "script.py").write_text(THRICE)
     env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
@@ -229,6 +229,7 @@ print(f"done in attempt {attempt}")  # one string: two ranks share this pipe, an
 """
 
 
+@pytest.mark.protocol
 def test_torchrun_starts_all_again_and_each_attempt_meets_by_itself(tmp_path: Path) -> None:
     """Its store lives on, with the address of the coordinator of the attempt before."""
     (tmp_path / "script.py").write_text(AGAIN)
