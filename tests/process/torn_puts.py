@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ftcomm
-from ftcomm.collective.algorithms.base import Algorithm
+from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.publisher import Publisher
 from ftcomm.settings.engines import engine_kind
 from ftcomm.transport.nixl import puts as nixl_puts
@@ -104,17 +104,20 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
 
         Publisher.publish = publish_late  # type: ignore[method-assign, assignment]
     else:
-        make_views = Algorithm.views
+        bind = Pipeline.bind
 
-        def torn_views(self: Algorithm, *args: Any) -> Any:
-            views = make_views(self, *args)
+        def torn_bind(self: Pipeline, slot: Slot, *rest: Any) -> None:
+            bind(self, slot, *rest)
+            views = slot.views
             if not hasattr(views, "mine" if place == "copy" else "reduced") or not now():
-                return views
+                return
+            slot.course = None  # the next task of this slot gets whole ones
             if place == "copy":
-                return views._replace(mine=TornArray(views.mine, stop))
-            return views._replace(reduced=TornList(views.reduced, stop))
+                slot.views = views._replace(mine=TornArray(views.mine, stop))
+            else:
+                slot.views = views._replace(reduced=TornList(views.reduced, stop))
 
-        Algorithm.views = torn_views  # type: ignore[method-assign]
+        Pipeline.bind = torn_bind  # type: ignore[method-assign]
 
 
 class _Once:
