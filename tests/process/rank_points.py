@@ -21,7 +21,7 @@ promised    it comes to a boundary that it has promised to stop at              
 agreeing    it asks for the state                                                a joiner
 fetching    it receives the first block of the state                             a joiner
 loading     it loads the state                                                   a joiner
-replaying   it repeats the steps that it has missed                              a joiner
+replaying   it repeats the steps that it has missed, if there are any            a joiner
 caught_up   it says that it has the state of everybody                           a joiner
 said        it goes on after it has said so; `asked` and the rest follow         a joiner
 ending      it says that its script has ended                                    both
@@ -115,7 +115,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Fetch, "_open", "agreeing")
     before(Fetch, "_receive", "fetching")
     before(Replay, "load", "loading")
-    before(Replay, "apply", lambda self, *rest: "replaying" if self.behind else None)
+    before(Replay, "apply", "replaying")
     before(Internals, "caught_up", "caught_up", after="said")
 
 
