@@ -40,8 +40,8 @@ def test_switch_points_can_be_changed_between_two_ops(how: str) -> None:
                 op = Operation(given(0, member.replica, 0, 1000, "float32"), "float32", "sum")
                 member.exchange.run(op)
                 assert op.error is None
-            algorithms = member.exchange.core.stream.pipeline.algorithms
-            chosen = algorithms.of(op)
+            pipeline = member.exchange.core.stream.pipeline
+            chosen, algorithms = pipeline.course_of(op).algorithm, pipeline.algorithms
             ways.append((chosen is algorithms.two_shot, chosen is algorithms.route))
 
     with Rig(range(3), how) as rig:

@@ -67,11 +67,6 @@ class Algorithm(ABC):
                 found = kept[key] = self.make_views(op.dtype, op.op, op.compression, count, chunk)
         return found
 
-    def forget(self) -> None:
-        """Forget all views, so that they are made anew."""
-        for kept in self._kept:
-            kept.clear()
-
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> Any:
         return None
 
