@@ -36,6 +36,7 @@ class Tasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_over = False
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         def ended(task: asyncio.Task[None]) -> None:
@@ -43,6 +44,9 @@ class Tasks:
             if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
                 self._broken.set_exception(error)
 
+        if self._is_over:
+            work.close()
+            return
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(ended)
@@ -56,8 +60,16 @@ class Tasks:
         return ended.result()
 
     def cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        """Cancel all tasks, and start no more. Idempotent: a second time would break off what they do at their end."""
+        if not self._is_over:
+            self._is_over = True
+            for task in self._tasks:
+                task.cancel()
+
+    async def ended(self) -> None:
+        """Wait until all tasks have ended."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, object]) -> None:

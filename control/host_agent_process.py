@@ -117,7 +117,11 @@ class HostAgentProcess:
         self._tasks.spawn(self._beats())
         self._tasks.spawn(self._listen())
         begun()
-        await self._end(await self._tasks.until(ended))
+        try:
+            await self._end(await self._tasks.until(ended))
+        finally:  # its ports are closed when it has ended
+            self._tasks.cancel()
+            await within(LAST, self._tasks.ended())
 
     async def _listen(self) -> None:
         """Serve connections, of ranks as soon as it is known whether the leader is there."""
@@ -129,6 +133,7 @@ class HostAgentProcess:
         finally:
             for listener in listeners:
                 await listener.close()
+            self._socket.close()  # it may have ended before it served the ranks
 
     # -- the leader ----------------------------------------------------------------------------------------------
 
