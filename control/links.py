@@ -33,6 +33,7 @@ from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
 
 HANDSHAKE_TIMEOUT = 5.0  # s
+ARRIVAL_TIMEOUT = 60.0  # s for the handshake of a connection that has come in: its process may have little of a core
 BACKLOG = 4 * MEMBERS  # connections that a port keeps for a process: all members may dial a joiner at once, and again
 MAX_HANDSHAKES = 256  # under way at one port; beyond it the busiest source loses its oldest
 ACCEPTED = 64  # connections accepted in one turn of the loop
@@ -352,7 +353,7 @@ class Listener:
     `on_peer` owns the channel from then on; if it raises, that is closed. `names` are the nonces in the addresses that
     lead here, by which others may want who listens.
 
-    Who has not proved to hold the token may keep `MAX_HANDSHAKE` bytes for `HANDSHAKE_TIMEOUT` seconds, and not more
+    Who has not proved to hold the token may keep `MAX_HANDSHAKE` bytes for `ARRIVAL_TIMEOUT` seconds, and not more
     than `MAX_HANDSHAKES` may do so at a time, see `ConnectionLimit`; and what one source may cost is bounded, see
     `HandshakeRateLimit`.
     """
@@ -473,7 +474,7 @@ class _Arrival:
             wire.inherited(self.sock)
             steps = handshake.server(credentials, names, handshake.place(self.sock.getsockname))
             ended = functools.partial(self._ended, self)
-            self._handshake = wire.Handshake(self.sock, steps, HANDSHAKE_TIMEOUT, ended, most=handshake.AT_ONCE)
+            self._handshake = wire.Handshake(self.sock, steps, ARRIVAL_TIMEOUT, ended, most=handshake.AT_ONCE)
             self._handshake.begin()
         except Exception as error:
             self._ended(self, None, error)

@@ -13,7 +13,8 @@ from tests.rigs.stopped_processes import DEADLINE, MEMBER, Peer
 @pytest.fixture
 def time_for_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time: who is counted is counted for what it says."""
-    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", DEADLINE)
+    for name in ("HANDSHAKE_TIMEOUT", "ARRIVAL_TIMEOUT"):
+        monkeypatch.setattr(links, name, DEADLINE)
 
 
 @pytest.fixture

@@ -266,7 +266,7 @@ def test_a_kernel_that_does_not_answer_ends_it(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_client_that_drips_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]) -> None:
     """Each byte comes in time, all of them do not."""
-    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", 0.3)
+    monkeypatch.setattr(links, "ARRIVAL_TIMEOUT", 0.3)
 
     async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write((4000).to_bytes(4, "big"))
@@ -402,3 +402,30 @@ def test_a_handshake_that_has_ended_needs_no_garbage_collector(monkeypatch: pyte
         asyncio.run(run())
     finally:
         gc.enable()
+
+
+def test_a_client_that_gets_little_of_a_core_may_take_longer_than_it_waits_itself(
+    monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]
+) -> None:
+    """Hundreds of ranks on a few cores each come to their next step seconds later. Dropped, all would begin again."""
+    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", 0.05)
+    arrived: list[str] = []
+
+    async def peer(channel: Channel, opening: handshake.Opening) -> None:
+        arrived.append(opening.purpose)
+        channel.close()
+
+    async def run() -> None:
+        async with listening(peer) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            steps = handshake.client_steps(CREDENTIALS, "rank", {})
+            writer.write(framed(next(steps) or b""))
+            challenge = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+            assert next(steps) is None
+            await asyncio.sleep(0.5)
+            writer.write(framed(steps.send(challenge) or b""))
+            await until(lambda: arrived == ["rank"])
+            writer.close()
+
+    asyncio.run(run())
+    assert count("handshake") == 0

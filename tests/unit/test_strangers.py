@@ -239,7 +239,7 @@ def test_strangers_take_no_more_memory_than_a_handshake_may(count: Callable[[str
 def test_a_stranger_that_says_nothing_is_closed_in_time(
     monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]
 ) -> None:
-    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(links, "ARRIVAL_TIMEOUT", 0.05)
 
     async def run() -> None:
         async with listening(nobody) as address:
