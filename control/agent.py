@@ -389,13 +389,13 @@ class Agent:
         except BaseException as error:
             self._ended(error)
         finally:
-            tasks = asyncio.all_tasks(self._control.loop)
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(Exception):
-                self._control.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            # No process is to be found here any more.
             loop = self._control.loop
+            with contextlib.suppress(Exception):
+                while tasks := asyncio.all_tasks(loop):  # a connection that comes in meanwhile starts one
+                    for task in tasks:
+                        task.cancel()
+                    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            # No process is to be found here any more.
             for close in (self._peers.close, self._sock.close, socket_events(loop).close, loop.close):
                 with contextlib.suppress(OSError):  # the script has closed its descriptor
                     close()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
 from ftcomm.control import actions as act
+from ftcomm.control import handshake, server
 from ftcomm.control import messages as m
-from ftcomm.control import server
 from ftcomm.control.data_plane import WaitsFor
 from ftcomm.control.handshake import HandshakeError
 from ftcomm.control.links import listen
@@ -25,8 +28,8 @@ from ftcomm.control.view_entry import WAKE_AGAIN, WAKE_UPS
 from ftcomm.control.views import View
 from ftcomm.sync.futex import MAX_SLEEP
 from tests.fuzz.machines import TIMEOUTS
-from tests.rigs.agents import Job
-from tests.rigs.peers import an_agent
+from tests.rigs.agents import CREDENTIALS, Job
+from tests.rigs.peers import an_agent, framed
 from tests.rigs.stopped_processes import DEADLINE, until
 
 pytestmark = pytest.mark.usefixtures("time_for_handshakes")
@@ -63,6 +66,35 @@ def test_who_is_on_its_way_in_waits_longer_than_who_waits_for_others_to_come() -
             agent._carry_out([act.JoinPending("other news", m.Stage.WAITING)])
             with pytest.raises(JoinError, match="other news"):
                 register.result(DEADLINE)
+
+
+def test_a_connection_that_comes_in_while_the_thread_ends_is_closed(count: Callable[[str], int]) -> None:
+    """It is served by a task, which has to end before its loop is closed."""
+    stranger = listen("127.0.0.1", 0)
+    with stranger, an_agent(1, stranger) as (agent, place):
+        agent.start()
+        steps = handshake.client_steps(CREDENTIALS, "member", {"replica": 1}, agent.address)
+        with socket.create_connection(place) as sock, sock.makefile("rb") as answers:
+            sock.sendall(framed(next(steps) or b""))
+            challenge = answers.read(int.from_bytes(answers.read(4), "big"))
+            assert next(steps) is None
+            proof = framed(steps.send(challenge) or b"")
+
+            async def prove_at_the_end() -> None:
+                try:
+                    begun.set()
+                    await asyncio.sleep(DEADLINE)
+                finally:
+                    sock.sendall(proof)
+                    await asyncio.sleep(0.2)
+
+            begun = threading.Event()
+            agent._control.call(lambda: agent._control.spawn(prove_at_the_end()))
+            assert begun.wait(DEADLINE)
+            agent.stop()
+            assert agent._control.loop.is_closed()
+        gc.collect()
+    assert count("internal") == 0
 
 
 def test_a_member_that_answers_the_coordinator_is_removed_by_no_proof_of_another() -> None:
