@@ -7,6 +7,7 @@ which forks all workers, and all ranks of their jobs.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from multiprocessing import forkserver, resource_tracker
 import execnet.gateway_io
 from execnet.gateway_base import Popen2IO
 
-from tests.rigs.preforked_ranks import Rank
+from tests.process import job
+from tests.rigs.preforked_ranks import Rank, become_worker
 
 SHARED = sys.version_info < (3, 14)  # later servers ask who comes for a secret that only who started them has
 
@@ -25,7 +27,7 @@ class _Worker:
 
     def __init__(self, command: Sequence[str]) -> None:
         (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
-        self._rank = Rank(command, os.environ, {0: theirs_in, 1: theirs_out, 2: 2})
+        self._rank = Rank(command, os.environ, {0: theirs_in, 1: theirs_out, 2: 2}, become_worker)
         os.close(theirs_in)
         os.close(theirs_out)
         self.stdin, self.stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
@@ -41,7 +43,9 @@ class _Connection(execnet.gateway_io.Popen2IOMaster):  # type: ignore[misc]
 
 
 def fork() -> None:
-    """In pytest itself: let the workers that it starts from now on be forks."""
+    """In pytest itself: let the workers that it starts from now on be forks, and the server have what ranks of their
+    jobs import first."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*job.PRELOADED, *job.trainers()])
     execnet.gateway_io.Popen2IOMaster = _Connection
 
 

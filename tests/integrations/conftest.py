@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
-from importlib.util import find_spec
 from multiprocessing import forkserver
 
 import pytest
@@ -12,16 +11,14 @@ import pytest
 from tests.process import job
 from tests.rigs import preforked_ranks as ranks
 
-LIBRARIES = ("transformers.trainer", "lightning.pytorch")
-
 
 @pytest.fixture(scope="module")
 def _fork_server() -> Iterator[None]:
-    """In place of the one of all tests, since to import these libraries takes a rank longer than all that it does."""
+    """In place of the one of all tests, since to import these libraries takes a rank longer than all that it does. The
+    server that workers of `pytest -n` share has imported them."""
     context = multiprocessing.get_context("forkserver")
-    there = [name for name in LIBRARIES if find_spec(name.partition(".")[0]) is not None]
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    context.set_forkserver_preload([*job.PRELOADED, *there])
+    context.set_forkserver_preload([*job.PRELOADED, *job.trainers()])
     ranks.warm()
     yield
     forkserver._forkserver._stop()  # type: ignore[attr-defined]

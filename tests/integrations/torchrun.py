@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from tests.process import job
 from tests.rigs import preforked_ranks
+from tests.rigs.deadlines import DEADLINE
 from tests.rigs.orphan_watch import end_with_pytest
 from tests.rigs.ports import free_port
 
@@ -32,7 +33,7 @@ class Worker:
                 signal.signal(number, signal.SIG_DFL)  # torchrun has handlers
             signal.signal(signal.SIGINT, signal.default_int_handler)
             command = list(args[args.index("-u") + 1 :])
-            preforked_ranks._become(command, env, os.getcwd(), {1: os.dup(out), 2: os.dup(out)}, None)
+            preforked_ranks.become_rank(command, env, os.getcwd(), {1: os.dup(out), 2: os.dup(out)}, None)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -57,6 +58,20 @@ def _torchrun(arguments: list[str], environment: dict[str, str], output: str) ->
     subprocess_handler.SubprocessHandler._popen = lambda _, args, env: Worker(args, env, out)
     sys.argv = ["torchrun", *arguments]
     run.main(arguments)
+
+
+def torchrun(folder: Path, *arguments: str, **environment: str) -> tuple[int | None, str]:
+    """Returns how a torchrun has ended that is told of no job, and all that it and its workers have said."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
+    output = folder / "output"
+    there = ours | {"OMP_NUM_THREADS": "1"} | environment
+    process = job._context.Process(target=_torchrun, args=(["--standalone", *arguments], there, str(output)))
+    process.start()
+    try:
+        process.join(DEADLINE)
+        return process.exitcode, output.read_text()
+    finally:
+        process.kill()
 
 
 class Torchruns(job.Job):

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +34,7 @@ from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
 from ftcomm.settings.engines import engine_kind
+from tests.rigs import forked_companions
 from tests.rigs.deadlines import DEADLINE
 from tests.rigs.orphan_watch import end_with_pytest
 from tests.rigs.ports import free_port
@@ -54,8 +56,22 @@ _context = multiprocessing.get_context("forkserver")
 # bench` and workers of pytest have in common, tenths of one.
 _OURS = ["ftcomm.groups.default_group", "ftcomm.training.steps", "ftcomm.bench.job", "ftcomm.training.checkpoint"]
 _TESTS = ["tests.process.job", "tests.process.exchange_process"]
-PRELOADED = ["torch", "torch._dynamo", *_OURS, *_TESTS, "tests.rigs.rewritten_kernels", "tests.rigs.frozen"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    *_OURS,
+    *_TESTS,
+    *forked_companions.MODULES,
+    "tests.rigs.rewritten_kernels",
+    "tests.rigs.frozen",
+]
 _context.set_forkserver_preload(PRELOADED)
+
+
+def trainers() -> list[str]:
+    """Returns what ranks of `tests/integrations` import first, as far as it is installed. It takes seconds."""
+    libraries = ("transformers.trainer", "lightning.pytorch")
+    return [name for name in libraries if find_spec(name.partition(".")[0]) is not None]
 
 
 def only_on_host(what: str, engine: str = ENGINE) -> None:
@@ -89,9 +105,12 @@ def _rank(
     arguments: dict[str, Any],
     listener: socket.socket | None,
     agents: socket.socket | None,
+    fork_companions: bool,
 ) -> None:
     """One rank. It listens for its leader, or for the agent of its host."""
     end_with_pytest()
+    if fork_companions:
+        forked_companions.in_this_rank()
     os.environ.setdefault("FTCOMM_LOG", "error")
     faulthandler.register(signal.SIGUSR1, file=path.with_suffix(".stack").open("w"))
     notes = Notes(path)
@@ -154,17 +173,20 @@ class Job:
         algorithm: str = "auto",
         data: str = "none",
         host_ranks: int = 0,
+        fork_companions: bool = True,
         **arguments: Any,
     ) -> None:
-        """`host_ranks`: so many ranks of a replica count as those of one host, and have an agent. `arguments` are
-        handed to the body, with the folder as `marks`; one named `prepare` is called with the settings and them before
-        a rank joins. Skips the test if the engine cannot do what it asks for; over a transport where kernels cannot run
-        whole ops, those of the session reduce."""
+        """`host_ranks`: so many ranks of a replica count as those of one host, and have an agent. `fork_companions`:
+        leaders, agents and witnesses are forks, too, and no new interpreters. `arguments` are handed to the body, with
+        the folder as `marks`; one named `prepare` is called with the settings and them before a rank joins. Skips the
+        test if the engine cannot do what it asks for; over a transport where kernels cannot run whole ops, those of the
+        session reduce."""
         if transport not in ("auto", "shm"):
             engine = engine_kind(engine).reducer or engine
         if verify and engine_kind(engine).runs_ops:
             only_on_host("FTCOMM_VERIFY=1", engine)
         self.folder, self.replicas, self.ranks, self._host_ranks = folder, replicas, ranks, host_ranks
+        self._fork_companions = fork_companions
         if "elements" in arguments:
             arguments["elements"] = min(arguments["elements"], MOST)
         self._body, self._arguments = body, {**arguments, "marks": str(folder)}
@@ -295,7 +317,8 @@ class Job:
                 **self._settings,
             )
             path = self.folder / f"notes-{replica}-{rank}-{self._lives:04d}"
-            arguments = settings, path, self._body, self._arguments, listener if rank == 0 else None, agents
+            sockets = listener if rank == 0 else None, agents
+            arguments = settings, path, self._body, self._arguments, *sockets, self._fork_companions
             process = _context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             self.processes[replica, rank] = process

@@ -141,8 +141,9 @@ def test_the_other_rank_hears_of_a_view_while_the_interpreter_of_rank_0_is_held(
 
 
 def test_a_leader_that_is_killed_ends_its_replica_and_its_rank_0_says_why(tmp_path: Path) -> None:
-    """The other rank finds that nobody listens there any more; here it is stopped, since its end would tell it, too."""
-    with job(tmp_path) as running:
+    """The other rank finds that nobody listens there any more; here it is stopped, since its end would tell it, too.
+    The leader is a new interpreter, as in a job of a user."""
+    with job(tmp_path, fork_companions=False) as running:
         leader, seen = begin(running), len(running.events)
         other = running.processes[VICTIM, 1].pid
         assert other is not None
@@ -251,7 +252,7 @@ def test_a_replica_of_one_process_starts_no_leader(tmp_path: Path) -> None:
 
 
 def test_leaders_end_with_a_job_that_ends_well(tmp_path: Path) -> None:
-    with job(tmp_path, replicas=2) as running, contextlib.ExitStack() as ends:
+    with job(tmp_path, replicas=2, fork_companions=False) as running, contextlib.ExitStack() as ends:
         begin(running)
         for replica in range(2):
             ends.enter_context(hears_end(leader_of(running, replica)))
