@@ -1,7 +1,8 @@
 """A script whose replica is killed inside of a backward when the test asks for it: killed.py FOLDER SCRIPT ARGS...
 
 The first parameter of a model, and the first module that is sharded, get their gradient last, so when the rank dies
-other gradients of its step are reduced. Until the test lets it, it does not begin again.
+other gradients of its step are reduced. Until the test lets it, it does not begin again. Each backward pauses there, so
+that a replica which waits for the other one to come back leaves it the cores.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
+PAUSE = 0.05  # s
+
 
 def main() -> None:
     here, replica = Path(sys.argv[1]), os.environ["FTCOMM_REPLICA"]
@@ -28,6 +31,7 @@ def main() -> None:
     made, sharded = DistributedDataParallel.__init__, fsdp.fully_shard
 
     def die(*_: Any) -> None:
+        time.sleep(PAUSE)
         if asked.exists() and os.environ.get("FTCOMM_SHARD", "0") == "0":
             asked.unlink()
             os.kill(os.getpid(), signal.SIGKILL)

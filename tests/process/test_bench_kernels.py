@@ -36,6 +36,7 @@ from ftcomm.bench.kernel_points import MEMCPY, KernelPoint, KernelPointsRequest
 from ftcomm.bench.kernels import EXPERIMENT, KernelRow, Rates, row
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
+from tests.rigs import preforked_ranks
 
 pytestmark = pytest.mark.protocol
 
@@ -43,9 +44,13 @@ COUNT = 33 * 256 + 7  # more than one block of threads takes
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ftcomm.cli", "bench", *arguments]
+    return forked("-m", "ftcomm.cli", "bench", *arguments)
+
+
+def forked(*command: str) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` by a fork of a process that has imported torch."""
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # so that it says the same on a machine with a GPU
-    return subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=220)
+    return subprocess.CompletedProcess(command, *preforked_ranks.completed(command, hidden))
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------
@@ -114,13 +119,7 @@ def test_a_wrong_element_is_counted(tmp_path: Path) -> None:
         "--sources",
         "2",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", WRONG, *arguments, "-n", "1", "-w", "0", "--json", str(path)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=220,
-    )
+    done = forked("-c", WRONG, *arguments, "-n", "1", "-w", "0", "--json", str(path))
     assert done.returncode == 1, done.stderr
     assert "# Wrong elements: 1 FAILED" in done.stdout
     rows = json.loads(path.read_text())["rows"]
@@ -319,8 +318,7 @@ def test_a_full_disk_hides_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = run(GpuStage("has no room", ("true",), 30), GpuStage("has", ("true",), 30))
     assert [(o.outcome, o.said) for o in outcomes] == [(FAILED, ["[Errno 28] No space left on device"]), (OK, [])]
     script = INTERRUPT.replace("time.sleep(600)", "print('fine')")
-    command = [sys.executable, "-c", script, "bench", "gpu-check", "--json", "/dev/full", os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230)
+    done = forked("-c", script, "bench", "gpu-check", "--json", "/dev/full", os.devnull)
     assert done.returncode == 2, done.stderr
     assert "--json /dev/full is not complete: No space left on device" in done.stderr
     assert done.stdout.count("the JSON is not written: [Errno 28]") == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,8 +17,8 @@ from ftcomm.cli import commands
 from ftcomm.demo.kill import kill_in_mid_op
 from ftcomm.demo.show import sparkline
 from ftcomm.demo.story import Story
+from tests.rigs import preforked_ranks
 
-COMMAND = [sys.executable, "-c", "from ftcomm.cli import main; main()", "demo"]
 STEPS = 100
 
 
@@ -55,14 +57,16 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.protocol
 def test_an_interrupted_demo_leaves_in_order(tmp_path: Path) -> None:
-    demo = subprocess.Popen([*COMMAND, "--replicas=2", f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True)
+    command = ["-u", *preforked_ranks.FTCOMM, "demo", "--replicas=2", f"--out={tmp_path}"]
+    demo = preforked_ranks.popen(command, env=os.environ, pass_fds=())
     try:
         assert demo.stdout is not None
-        assert "2 replicas, 400 steps" in demo.stdout.readline()
-        assert any("view 1" in line for line in demo.stdout)
+        said = io.TextIOWrapper(io.BufferedReader(demo.stdout))  # type: ignore[arg-type]
+        assert "2 replicas, 400 steps" in said.readline()
+        assert any("view 1" in line for line in said)
         demo.send_signal(signal.SIGINT)
         assert demo.wait(100) == 3
-        assert "interrupted at step" in demo.stdout.read()
+        assert "interrupted at step" in said.read()
     finally:
         demo.kill()
         demo.wait()

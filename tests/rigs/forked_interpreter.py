@@ -91,7 +91,7 @@ def _run(command: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if command[0] == "-c":
-        sys.argv, sys.modules["__main__"] = command[:1], main
+        sys.argv, sys.modules["__main__"] = [command[0], *command[2:]], main
         exec(command[1], main.__dict__)
         return
     if command[0] == "-m":

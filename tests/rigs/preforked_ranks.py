@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import DupFd
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 
 import tests.process.job  # noqa: F401
 from tests.rigs import forked_companions
+from tests.rigs.deadlines import DEADLINE
 from tests.rigs.forked_interpreter import become, network
 from tests.rigs.orphan_watch import end_with_pytest
 
@@ -120,6 +122,31 @@ def _reader(reading: int, writing: int) -> BinaryIO:
 def popen(arguments: list[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **rest: Any) -> Rank:
     """In place of `subprocess.Popen` for `RankProcess`."""
     return _with_pipes(arguments[arguments.index("-u") + 1 :], env, pass_fds)
+
+
+# `python *FTCOMM ARGUMENTS` is `ftcomm ARGUMENTS`, in a process that is itself a fork, whose ranks are forks
+_MAIN = """
+import subprocess
+from ftcomm.cli import main
+from ftcomm.launch import process
+from tests.rigs import preforked_ranks
+process.subprocess = preforked_ranks.subprocess_of_ranks(subprocess)
+main()
+"""
+FTCOMM = ("-c", _MAIN)
+
+
+def completed(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """In place of `subprocess.run` for `python COMMAND`: exit code, stdout, stderr."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = Rank(command, environment, {1: out.fileno(), 2: errors.fileno()})
+        try:
+            code = process.wait(DEADLINE)
+        finally:
+            process.kill()
+        out.seek(0)
+        errors.seek(0)
+        return code, out.read(), errors.read()
 
 
 def subprocess_of_ranks(real: Any) -> Any:

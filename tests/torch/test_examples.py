@@ -100,7 +100,6 @@ def test_ddp_outlives_a_kill_and_goes_on_from_its_checkpoint(preforked: None, tm
 def test_fsdp2_in_one_replica_of_two_and_then_in_two(preforked: None, tmp_path: Path) -> None:
     for replicas, first, total in ((1, 0, 2), (2, 2, 4)):
         example = Running(tmp_path, "train_fsdp2", "--steps", str(total), replicas=replicas, ranks_per_replica=2)
-        with interpreters() if replicas == 1 else contextlib.nullcontext():
-            assert example.run() == run.FINISHED, example.lines
+        assert example.run() == run.FINISHED, example.lines
         assert sorted(example.steps()) == sorted([first, first + 1] * replicas * 2)
         assert complete(tmp_path / "train_fsdp2")[-1] == total

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+
+from tests.rigs import preforked_ranks
 
 SCRIPT = """
 import os
@@ -40,14 +42,14 @@ print(f"end {x.tolist()}", flush=True)
 """
 
 
+@pytest.mark.protocol
 def test_children_of_a_process_group(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "run", "--replicas", "2", str(script)]
-    env = {**os.environ, "FTCOMM_TRANSPORT": "tcp"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = [line for line in done.stdout.splitlines() if "child" in line or "end" in line]
+    command = [*preforked_ranks.FTCOMM, "run", "--replicas", "2", str(script)]
+    code, out, errors = preforked_ranks.completed(command, {**os.environ, "FTCOMM_TRANSPORT": "tcp"})
+    assert code == 0, out + errors
+    said = [line for line in out.splitlines() if "child" in line or "end" in line]
     for rank in (0, 1):
         mine = [line.partition("] ")[2] for line in said if line.startswith(f"[{rank}]")]
         assert len([line for line in mine if line.endswith("FtcommError True")]) == 8, mine

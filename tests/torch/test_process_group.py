@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ftcomm.errors import SettingsError
 from ftcomm.launch.coordinator import sidecar
 from ftcomm.torch.rendezvous import join_by_store
+from tests.rigs import preforked_ranks
 
 from ..process.job import Job, only_on_host
 from . import pg_bodies as bodies
@@ -52,7 +53,10 @@ def test_groups_of_the_same_ranks_are_independent(tmp_path: Path, ranks: int) ->
     assert [note["got"] for note in notes if note["kind"] == "messages"] == [list(range(7))] * 2 * ranks
 
 
-@pytest.mark.parametrize(("who", "ranks"), [("autograd", 1), ("loop", 2), ("autograd", 2)])
+@pytest.mark.parametrize(
+    ("who", "ranks"),
+    [("autograd", 1), *(pytest.param(who, 2, marks=pytest.mark.protocol) for who in ("loop", "autograd"))],
+)
 def test_a_call_that_one_replica_skips_is_told_at_once(tmp_path: Path, who: str, ranks: int) -> None:
     """Whichever thread makes it for the step loop: one of autograd, or one of ours."""
     only_on_host("a comparison of steps")
@@ -135,7 +139,8 @@ def test_without_its_root_a_broadcast_fails_alike_and_ranks_change_at_the_bounda
     assert sums == {(0, 3.0), (1, 2.0), (2, 2.0), (3, 2.0)}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.protocol), 2])
+@pytest.mark.protocol
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_groups_of_some_replicas_live_on(tmp_path: Path, ranks: int) -> None:
     """Of two of three replicas, in a row with all their ranks, or in a column with one of each; split off, or new."""
     with Job(tmp_path, replicas=3, ranks=ranks, body=bodies.some_replicas, split=ranks == 2, steps=4) as job:
@@ -197,10 +202,10 @@ dist.destroy_process_group()
 """
 
 
-def run(folder: Path, environment: dict[str, str], script: str = SCRIPT) -> str:
+def run(folder: Path, environment: dict[str, str]) -> str:
     """What the script says in a process of its own, in a folder where nothing of ours lies."""
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", SCRIPT],
         env={**os.environ, "FTCOMM_LOG": "error", **environment},
         cwd=folder,
         capture_output=True,
@@ -215,12 +220,14 @@ def test_found_by_name_in_a_program_of_another_launcher(tmp_path: Path) -> None:
     assert run(tmp_path, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}) == "0 1 1\n"
 
 
-def test_the_environment_counts_in_a_program_of_another_launcher(tmp_path: Path) -> None:
+@pytest.mark.protocol
+def test_the_environment_counts_in_a_program_of_another_launcher() -> None:
     """The coordinator that it starts has the same timeouts, or it would refuse it."""
     asked = {"OP_TIMEOUT": "20", "HEARTBEAT_TIMEOUT": "0.5", "OP_TIMEOUT_FLOOR": "4", "INIT_TIMEOUT": "33"}
     asked |= {"VERIFY": "1", "ALGORITHM": "ring", "RACK": "r1", "SMS": "3"}
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    said = run(tmp_path, world | {f"FTCOMM_{name}": value for name, value in asked.items()}, SETTINGS)
+    given = world | {f"FTCOMM_{name}": value for name, value in asked.items()}
+    _, said, _ = preforked_ranks.completed(["-c", SETTINGS], {**os.environ, "FTCOMM_LOG": "error", **given})
     assert said.split() == ["20.0", "0.5", "4.0", "33.0", "True", "ring", "r1", "3"]
 
 

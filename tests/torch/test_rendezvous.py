@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +19,7 @@ from ftcomm.launch.coordinator import sidecar
 from ftcomm.settings.launchers import NUMBERINGS
 from ftcomm.torch import rendezvous, secret
 from ftcomm.torch.create import _beneath, _warn_if_short, create
+from tests.integrations.torchrun import torchrun
 
 ENDPOINT = "127.0.0.1:4000"
 
@@ -201,16 +200,9 @@ print("all three")
 @pytest.mark.parametrize("token", ["", pytest.param("of the user", marks=pytest.mark.sweep)])
 def test_one_torchrun_meets_three_times(tmp_path: Path, token: str) -> None:
     (tmp_path / "script.py").write_text(THRICE)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path,
-        env=env | {"OMP_NUM_THREADS": "1"} | ({"FTCOMM_TOKEN": token} if token else {}),
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert (done.returncode, done.stdout.count("all three")) == (0, 2), done.stderr[-3000:]
+    given = {"FTCOMM_TOKEN": token} if token else {}
+    code, said = torchrun(tmp_path, "--nproc-per-node", "2", str(tmp_path / "script.py"), **given)
+    assert (code, said.count("all three")) == (0, 2), said[-3000:]
 
 
 AGAIN = """
@@ -225,7 +217,7 @@ if attempt == 0 and dist.get_rank() == 0:  # who has started the coordinator
 if attempt == 0:
     signal.pause()  # until torchrun ends it
 dist.destroy_process_group()
-print(f"done in attempt {attempt}")  # one string: two ranks share this pipe, and it may be unbuffered
+print(f"done in attempt {attempt}")  # one string: two ranks share this file, and it may be unbuffered
 """
 
 
@@ -233,14 +225,6 @@ print(f"done in attempt {attempt}")  # one string: two ranks share this pipe, an
 def test_torchrun_starts_all_again_and_each_attempt_meets_by_itself(tmp_path: Path) -> None:
     """Its store lives on, with the address of the coordinator of the attempt before."""
     (tmp_path / "script.py").write_text(AGAIN)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "--max-restarts", "1", "script.py"],
-        cwd=tmp_path,
-        env=env | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=230,
-    )
-    assert (done.returncode, done.stdout.count("done in attempt 1")) == (0, 2), done.stderr[-3000:]
+    options = ("--nproc-per-node", "2", "--max-restarts", "1")
+    code, said = torchrun(tmp_path, *options, str(tmp_path / "script.py"))
+    assert (code, said.count("done in attempt 1")) == (0, 2), said[-3000:]
