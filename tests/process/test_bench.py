@@ -157,6 +157,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, endless: tuple[str, ...]
     assert not left_of(tmp_path)
 
 
+@pytest.mark.protocol
 def test_recovery_beside_gloo(bench: Bench, tmp_path: Path) -> None:
     """ftcomm's op returns on all survivors; gloo's never does, and all of its ranks are started again."""
     path = tmp_path / "out.json"

@@ -23,6 +23,7 @@ KILLS = {
 }
 
 
+@pytest.mark.protocol
 def test_steps_and_kills(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     without = (

@@ -32,6 +32,7 @@ def without(events: list[dict[str, Any]], replica: int) -> bool:
     return bool(views) and replica not in views[-1] and any(views[-1].values())
 
 
+@pytest.mark.protocol
 def test_hsdp_trains_on_when_a_replica_is_lost(tmp_path: Path) -> None:
     replicas = {0, 1, 2}
     with Job(tmp_path, replicas=3, ranks=2, body=bodies.hsdp, steps=STEPS, dies_at=DIES_AT, victim=VICTIM) as job:

@@ -30,6 +30,7 @@ def faults(job: Job, replicas: Container[int] = range(16)) -> set[tuple[str, int
     return {(note["where"], note["step"]) for r, _, note in job.notes() if note["kind"] == "fault" and r in replicas}
 
 
+@pytest.mark.protocol
 def test_errors_inside_steps_are_repeated_with_equal_bits_while_a_replica_dies_and_comes_back(tmp_path: Path) -> None:
     with Job(
         tmp_path, replicas=3, body=voting.train, steps=ENDLESS, seed=12, share=0.2, faults=ANYWHERE, outlast=6

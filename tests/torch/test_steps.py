@@ -95,6 +95,7 @@ def test_a_joiner_catches_up_while_the_others_train(tmp_path: Path) -> None:
         assert all(event["bytes"] > 2_000_000 for event in fetched)
 
 
+@pytest.mark.protocol
 def test_a_joiner_that_did_something_else_is_stopped_before_it_contributes(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=2, body=bodies.train, steps=ENDLESS, strays=True) as job:
         job.wait_contributing({0, 1})
@@ -110,7 +111,7 @@ def test_a_joiner_that_did_something_else_is_stopped_before_it_contributes(tmp_p
         end_together(job, {0})
 
 
-@pytest.mark.parametrize("ends", ["in the middle", "while one is behind"])
+@pytest.mark.parametrize("ends", ["in the middle", pytest.param("while one is behind", marks=pytest.mark.protocol)])
 def test_what_no_optimizer_updates_is_that_of_the_others(tmp_path: Path, ends: str) -> None:
     late = ends == "while one is behind"
     body, outlasts = bodies.train_what_no_optimizer_updates, math.inf if late else 4
@@ -157,7 +158,8 @@ def test_two_joiners_at_once_and_a_source_that_dies(tmp_path: Path) -> None:
         end_together(job, {1, 2, 3})
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.protocol)])
+@pytest.mark.protocol
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_each_rank_catches_up_from_its_own_shard_group(tmp_path: Path, transport: str) -> None:
     with Job(tmp_path, replicas=2, ranks=2, body=bodies.train, steps=ENDLESS, slow=0.2, transport=transport) as job:
         job.wait_contributing({0, 1})
@@ -210,6 +212,7 @@ def test_the_job_ends_before_the_state_has_arrived(tmp_path: Path) -> None:
         assert sorted(note["contributes"] for note in finals(job)) == [False, True, True]
 
 
+@pytest.mark.protocol
 def test_a_joiner_with_another_model_is_refused_and_disturbs_nobody(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=3, body=bodies.train, steps=ENDLESS, fresh_width=129) as job:
         job.wait_contributing({0, 1, 2})
@@ -224,6 +227,7 @@ def test_a_joiner_with_another_model_is_refused_and_disturbs_nobody(tmp_path: Pa
         end_together(job, {0, 2})
 
 
+@pytest.mark.protocol
 @pytest.mark.parametrize(
     ("body", "victim"),
     [
