@@ -14,6 +14,7 @@ from typing import Any
 os.environ.setdefault("TRITON_INTERPRET", "1")  # counts from the first import of triton on
 
 import triton.language as tl
+from triton.language import core
 from triton.runtime import interpreter
 
 from ftcomm.errors import SettingsError
@@ -77,6 +78,54 @@ def _compute_once() -> None:
     tensor.__init__ = make
 
 
+def _check_once() -> None:
+    """The interpreter brings both sides of each operation to one type and one shape: two fifths of the time that is
+    left. That depends on their types alone, and nearly always nothing is to be done but to make the same tensor of the
+    same integer again."""
+    tensor, semantic = tl.tensor, interpreter.interpreter_semantic
+    real = semantic.binary_op_type_checking_impl
+    alike: set[tuple[Any, ...]] = set()  # types of two tensors that stay what they are
+    made: dict[tuple[Any, ...], Any] = {}  # type of a tensor that does, and an integer -> the tensor of that
+
+    def check(left: Any, right: Any, *how: bool, **named: bool) -> tuple[Any, Any]:
+        kinds = type(left), type(right)
+        if named or kinds not in ((tensor, tensor), (tensor, int)):
+            return real(left, right, *how, **named)  # type: ignore[no-any-return]
+        if kinds[1] is int:
+            key = left.type.name, right, how
+            if key not in made:
+                same, one = real(left, right, *how)
+                if same is not left:
+                    return same, one
+                if len(made) > 4096:
+                    made.clear()
+                made[key] = one
+            return left, made[key]
+        key = left.type.name, right.type.name, how
+        if key in alike:
+            return left, right
+        pair = real(left, right, *how)
+        if pair[0] is left and pair[1] is right:
+            alike.add(key)
+        return pair  # type: ignore[no-any-return]
+
+    semantic.binary_op_type_checking_impl = check
+
+
+def _unwrap_once() -> None:
+    """The interpreter asks four times of each argument whether constants are to be taken out of it."""
+    real = core._unwrap_if_constexpr
+    plain: dict[type, bool] = {}  # whether values of that type have nothing to be taken out
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind not in plain:
+            plain[kind] = not issubclass(kind, (tl.constexpr, list, tuple, core.tuple))
+        return value if plain[kind] else real(value)
+
+    core._unwrap_if_constexpr = unwrap
+
+
 def _by_names(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which remembers what it has returned for types of these names; not all types have a hash."""
     found: dict[tuple[str, ...], Any] = {}
@@ -92,3 +141,5 @@ def _by_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _patch_once()
 _compute_once()
+_check_once()
+_unwrap_once()
