@@ -83,7 +83,7 @@ def check(
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_sums(size: int) -> None:
     """One after the other in one epoch, one-shot and two-shot: the counters of the lanes go on."""
-    check([(arrays(count, torch.float32, size), "sum") for count in (0, 1, 255, 257, 700, 5000, 100)], size)
+    check([(arrays(count, torch.float32, size), "sum") for count in (0, 1, 255, 257, 700, 4100, 100)], size)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_sums(size: int) -> None:
 def test_coded_sums(size: int, dtype: str, op: str) -> None:
     """By the definition of the code, of all an op at once: one-shot and two-shot, of no block, a part of one and many;
     with zeros, NaN, infinities, what is subnormal and what overflows among them."""
-    counts = (0, 1, 255, 257, 700, 5000, 2049) if size < 4 else (257, 2049)
+    counts = (0, 1, 255, 257, 700, 2600) if size < 4 else (257, 2049)
     ops = [(arrays(count, getattr(torch, dtype), size), op) for count in counts]
     largest = torch.finfo(getattr(torch, dtype)).max
     odd = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), largest, -largest, 1e-40, 3e-8)
@@ -118,7 +118,7 @@ def test_counters_go_on_beyond_32_bits() -> None:
         rank.state[w.BASE] = far = (1 << 32) - 3
         for lane in range(LANES):
             rank.flags[lane * w.LINE :][:3] = 1 << COUNTER | far
-    ops = [arrays(count, torch.float32, 3) for count in (300, 5000, 300)]
+    ops = [arrays(count, torch.float32, 3) for count in (300, 2600, 300)]
     wants = [expected([x.clone() for x in xs], "sum") for xs in ops]
     reduce_all(ranks, *[(xs, "sum") for xs in ops])
     assert int(ranks[0].state[w.BASE]) > 1 << 32
@@ -157,14 +157,14 @@ def test_members_with_other_grids() -> None:
     ],
 )
 def test_who_catches_up_gets_the_sum_of_the_others(contributing: list[int], coded: bool) -> None:
-    check([(arrays(count, torch.float32, 3), "sum") for count in (300, 5000)], 3, contributing, coded)
+    check([(arrays(count, torch.float32, 3), "sum") for count in (300, 2600)], 3, contributing, coded)
 
 
 def test_calls_that_differ_end_the_op_everywhere_and_touch_nothing() -> None:
     ranks = group(3)
-    xs = [*arrays(5000, torch.float32, 2), *arrays(300, torch.float32, 1)]  # lanes 1..3 exist on two of them only
+    xs = [*arrays(2600, torch.float32, 2), *arrays(300, torch.float32, 1)]  # lanes 1..3 exist on two of them only
     before = [x.clone() for x in xs]
-    then = arrays(5000, torch.float32, 3)
+    then = arrays(2600, torch.float32, 3)
     want = expected([x.clone() for x in then], "sum")
 
     def both(me: int) -> None:
@@ -181,7 +181,7 @@ def test_calls_that_differ_end_the_op_everywhere_and_touch_nothing() -> None:
         join(processes)
     for rank, x, kept in zip(ranks, xs, before, strict=True):
         assert (rank.returned, rank.status, int(rank.ctl[w.MISMATCHED])) == (2, w.OK, 1)
-        assert [int(rank.ctl[w.SEEN + 2 * i + 1]) for i in range(3)] == [5000, 5000, 300]
+        assert [int(rank.ctl[w.SEEN + 2 * i + 1]) for i in range(3)] == [2600, 2600, 300]
         assert torch.equal(x, kept)
     assert all(torch.equal(x, want) for x in then)
 
@@ -330,7 +330,7 @@ def until_stopped(process: BaseProcess) -> None:
 @pytest.mark.parametrize("coded", [False, True])
 def test_who_was_left_behind_never_returns_and_writes_to_nobody(coded: bool) -> None:
     """Stopped in mid-op; the others go on without it, through its staging as well, before it wakes."""
-    ranks, xs = group(3), arrays(6000, torch.float32, 3)
+    ranks, xs = group(3), arrays(4100, torch.float32, 3)
     stops = stopping(ranks[2], xs[2], 2, coded)
     others = [lambda r=r, x=x: r.launch(x, coded=coded) for r, x in zip(ranks[:2], xs[:2], strict=True)]
     with running(*others, stops) as processes:
@@ -381,42 +381,41 @@ def test_who_was_left_behind_does_not_return_what_changes_under_it() -> None:
     ("count", "size", "coded"),
     [
         (600, 4, False),
-        (6000, 2, False),
+        (4100, 2, False),
         (600, 2, True),
-        (6000, 4, True),
-        *[pytest.param(*each, marks=pytest.mark.sweep) for each in ((600, 2, False), (6000, 4, False))],
-        *[pytest.param(*each, marks=pytest.mark.sweep) for each in ((600, 4, True), (6000, 2, True))],
+        (4100, 4, True),
+        *[pytest.param(*each, marks=pytest.mark.sweep) for each in ((600, 2, False), (4100, 4, False))],
+        *[pytest.param(*each, marks=pytest.mark.sweep) for each in ((600, 4, True), (4100, 2, True))],
     ],
 )
 def test_the_survivors_finish_the_op(size: int, count: int, coded: bool) -> None:
     """One is killed at any moment. What the words of the others say, and the plan, make one result of it."""
     chance = random.Random(seed())
-    for _ in range(2):
-        ranks, xs = group(size), arrays(count, torch.float32, size)
-        inputs = [x.clone() for x in xs]
-        op, everybody, victim = Op(xs, 0), list(range(size)), chance.randrange(size)
-        survivors = [who for who in everybody if who != victim]
-        bodies = [lambda r=r, x=x: r.launch(x, coded=coded) for r, x in zip(ranks, xs, strict=True)]
-        with running(*bodies) as processes:
-            until("begun", lambda: ranks[victim].begun or ranks[victim].returned)  # noqa: B023
-            time.sleep(chance.random() * (0.02 if count < 1000 else 0.3))
-            processes[victim].kill()
-            for who in survivors:
-                ranks[who].freeze()
-                op.account(who, ranks[who], everybody)
-            number = max(ranks[who].returned for who in survivors)
-            if number == 0:
-                op.plan(survivors, ranks)
-                view_change([ranks[who] for who in survivors], [survivors.index(who) for who in survivors], 2, 0)
-                join([processes[who] for who in survivors])
-                assert all(ranks[who].returned == 1 for who in survivors)
-                for who in survivors:
-                    op.finals[who].update({t.chunk: t.contributors or tuple(survivors) for t in op.tasks})
+    ranks, xs = group(size), arrays(count, torch.float32, size)
+    inputs = [x.clone() for x in xs]
+    op, everybody, victim = Op(xs, 0), list(range(size)), chance.randrange(size)
+    survivors = [who for who in everybody if who != victim]
+    bodies = [lambda r=r, x=x: r.launch(x, coded=coded) for r, x in zip(ranks, xs, strict=True)]
+    with running(*bodies) as processes:
+        until("begun", lambda: ranks[victim].begun or ranks[victim].returned)
+        time.sleep(chance.random() * (0.02 if count < 1000 else 0.3))
+        processes[victim].kill()
         for who in survivors:
-            assert len(op.finals[who]) == op.chunks
-            assert op.finals[who] == op.finals[survivors[0]]
-            assert torch.equal(xs[who], xs[survivors[0]])
-        for chunk, contributors in op.finals[survivors[0]].items():
-            part = slice(chunk * CHUNK // 4, (chunk + 1) * CHUNK // 4)
-            want = expected([inputs[who][part].clone() for who in contributors], "sum", coded)
-            assert torch.equal(xs[survivors[0]][part], want), (chunk, contributors)
+            ranks[who].freeze()
+            op.account(who, ranks[who], everybody)
+        number = max(ranks[who].returned for who in survivors)
+        if number == 0:
+            op.plan(survivors, ranks)
+            view_change([ranks[who] for who in survivors], [survivors.index(who) for who in survivors], 2, 0)
+            join([processes[who] for who in survivors])
+            assert all(ranks[who].returned == 1 for who in survivors)
+            for who in survivors:
+                op.finals[who].update({t.chunk: t.contributors or tuple(survivors) for t in op.tasks})
+    for who in survivors:
+        assert len(op.finals[who]) == op.chunks
+        assert op.finals[who] == op.finals[survivors[0]]
+        assert torch.equal(xs[who], xs[survivors[0]])
+    for chunk, contributors in op.finals[survivors[0]].items():
+        part = slice(chunk * CHUNK // 4, (chunk + 1) * CHUNK // 4)
+        want = expected([inputs[who][part].clone() for who in contributors], "sum", coded)
+        assert torch.equal(xs[survivors[0]][part], want), (chunk, contributors)

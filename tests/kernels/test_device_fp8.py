@@ -9,13 +9,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcomm.kernels.device import DEVICE
 from ftcomm.kernels.device.fp8 import decode_span, encode_span, reduce_records
 from ftcomm.kernels.dtypes import OPS
 from ftcomm.kernels.host.fp8 import BLOCK, DTYPES, LARGEST, RECORD, Packed, blocks
+from tests.rigs.examples import drawn
 
 from .test_fp8 import PACKER, carrier, drawn_bits, packed, tensor
 
@@ -103,8 +103,7 @@ def arrays(draw: st.DrawFn) -> tuple[str, np.ndarray]:
     return draw(st.sampled_from(DTYPES)), bits
 
 
-@settings(max_examples=40, deadline=None)
-@given(arrays(), st.sampled_from(TILES), st.sampled_from([0, 0, 1, 3]))
+@drawn(15, 40, arrays(), st.sampled_from(TILES), st.sampled_from([0, 0, 1, 3]))
 def test_codes_scales_and_values_are_those_of_the_host(drawn: tuple[str, np.ndarray], tile: int, shift: int) -> None:
     dtype, bits = drawn
     x = tensor(bits, dtype)
@@ -113,8 +112,9 @@ def test_codes_scales_and_values_are_those_of_the_host(drawn: tuple[str, np.ndar
     assert decoded(records, dtype, len(x), tile).tobytes() == by_host(records, dtype, len(x)).tobytes()
 
 
-@settings(max_examples=40, deadline=None)
-@given(arrays(), st.integers(1, 16), st.sampled_from(["sum", "avg"]), st.integers(-3, 3), st.sampled_from(TILES))
+@drawn(
+    15, 40, arrays(), st.integers(1, 16), st.sampled_from(["sum", "avg"]), st.integers(-3, 3), st.sampled_from(TILES)
+)
 def test_reductions_are_those_of_the_host(
     drawn: tuple[str, np.ndarray], members: int, op: str, far: int, tile: int
 ) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcomm.kernels.host.fp8 import BLOCK, DTYPES, LARGEST, NAN, RECORD, TOP, Packed, Packer, blocks
 from tests.rigs import fp8_definition as definition
+from tests.rigs.examples import drawn
 
 CARRIER = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.uint16}
 PACKER = Packer()
@@ -56,8 +56,7 @@ def arrays(draw: st.DrawFn) -> tuple[str, np.ndarray]:
     return draw(st.sampled_from(DTYPES)), drawn_bits(draw, [0, 1, 255, 256, 257, 3000, 127 * 256 + 5])
 
 
-@settings(max_examples=300, deadline=None)
-@given(arrays())
+@drawn(100, 300, arrays())
 def test_codes_scales_and_values_are_those_of_the_definition(drawn: tuple[str, np.ndarray]) -> None:
     dtype, bits = drawn
     x = tensor(bits, dtype)
@@ -69,8 +68,7 @@ def test_codes_scales_and_values_are_those_of_the_definition(drawn: tuple[str, n
     assert carrier(got, dtype).tobytes() == carrier(want, dtype).tobytes()
 
 
-@settings(max_examples=200, deadline=None)
-@given(arrays(), st.integers(1, 16), st.sampled_from(["sum", "avg"]), st.integers(-3, 3))
+@drawn(60, 200, arrays(), st.integers(1, 16), st.sampled_from(["sum", "avg"]), st.integers(-3, 3))
 def test_reductions_are_those_of_the_definition(drawn: tuple[str, np.ndarray], members: int, op: str, far: int) -> None:
     dtype, bits = drawn
     inputs = [tensor(np.roll(bits, 7 * i), dtype) * 2.0 ** (far * (i % 3)) for i in range(members)]
@@ -233,8 +231,9 @@ def most(x: np.ndarray) -> np.ndarray:
     return np.maximum(np.abs(x) / 16, largest.repeat(BLOCK)[: len(x)] / 2**17)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
+@drawn(
+    60,
+    200,
     st.integers(0, 1 << 30),
     st.integers(1, 3000),
     st.integers(1, 16),

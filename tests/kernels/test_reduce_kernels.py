@@ -17,6 +17,7 @@ from ftcomm.kernels.device.reduce import reduce
 from ftcomm.kernels.device.tile import narrow, reduce_span
 from ftcomm.kernels.host.reduce import reduce as host_reduce
 from tests.kernels.samples import PAIRS, assert_equal, placed, values
+from tests.rigs.examples import drawn
 
 pytestmark = [
     pytest.mark.protocol,
@@ -53,18 +54,18 @@ def reduce_by_span(sources: list[torch.Tensor], offset: int, out: torch.Tensor, 
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("widths", [(1, 3, 8), pytest.param((2, 4), marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("dtype", "op"), PAIRS)
-def test_every_dtype_and_op(dtype: str, op: str) -> None:
-    for w in (1, 2, 3, 4, 8):
+def test_every_dtype_and_op(dtype: str, op: str, widths: tuple[int, ...]) -> None:
+    for w in widths:
         sources = [placed(values(dtype, 1000 + w, seed)) for seed in range(w)]
         out = torch.empty_like(sources[0])
         reduce(sources, out, op)
         assert_equal(out, expected(sources, op))
 
 
-@settings(max_examples=120, deadline=None)
-@given(
-    st.sampled_from(PAIRS), st.integers(1, 16), st.integers(0, 5 * SMALL), st.integers(0, 40), st.booleans(),
+@drawn(
+    40, 120, st.sampled_from(PAIRS), st.integers(1, 16), st.integers(0, 5 * SMALL), st.integers(0, 40), st.booleans(),
     st.integers(0, 1 << 20),
 )  # fmt: skip
 def test_spans_of_any_shape(pair: tuple[str, str], w: int, n: int, offset: int, aligned: bool, seed: int) -> None:
@@ -89,7 +90,7 @@ def test_spans_of_any_shape(pair: tuple[str, str], w: int, n: int, offset: int, 
 
 
 @pytest.mark.parametrize("sms", [1, 2, None])
-@pytest.mark.parametrize("w", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("w", [1, 3, 8, *(pytest.param(each, marks=pytest.mark.sweep) for each in (2, 4))])
 def test_several_tiles_a_program(w: int, sms: int | None) -> None:
     sources = [placed(values("float32", 40_011, seed)) for seed in range(w)]
     out = torch.empty_like(sources[0])

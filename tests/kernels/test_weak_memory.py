@@ -27,6 +27,7 @@ pytestmark = [
 ]
 
 QUIET = 0.01  # s for which a rank is watched that is said to touch nothing
+HANGS = 4.0  # s after which one without a fence is given up: two of its processes poll all the while
 WRITE_TIMEOUT = 1.0  # s of it for a kernel that has yet to write: on a busy machine an interpreter needs tenths of them
 
 
@@ -58,7 +59,7 @@ def play(
     ranks, xs = group(size), arrays(count, torch.float32, size)
     want, everybody = expected([x.clone() for x in xs], "sum", coded), list(range(size))
     op = Op(xs, 0)
-    deadline = DEADLINE if change is None else 20.0
+    deadline = DEADLINE if change is None else HANGS
     bodies = [functools.partial(_launch, ranks, xs[me], me, chance, change, coded) for me in everybody]
     with running(*bodies):
         for epoch in range(2, changes + 2):
@@ -98,10 +99,11 @@ def play(
 def move(chance: int, change: Callable[[], None] | None = None, *, kind: str = "allgather") -> str:
     """One of the other collectives, of two ranks. Returns what is wrong, or "" if nothing."""
     ranks, case = group(2), Case(kind, 2, 200)
+    deadline = DEADLINE if change is None else HANGS
     bodies = [functools.partial(_launch, ranks, case.ops[me], me, chance, change) for me in range(2)]
     with running(*bodies):
         try:
-            until("all have returned", lambda: all(rank.returned for rank in ranks) or _differ(ranks), 20.0)
+            until("all have returned", lambda: all(rank.returned for rank in ranks) or _differ(ranks), deadline)
         except AssertionError:
             if change is None:
                 raise
@@ -191,10 +193,9 @@ def _first(found: Iterator[str]) -> str:
 @pytest.mark.protocol
 def test_sums_and_view_changes_hold() -> None:
     chance = seed()
-    for each in range(chance, chance + 3):
+    for each in range(chance, chance + 2):
         assert play(each) == "", each
         assert play(each, coded=True) == "", each
-    for each in range(chance, chance + 4):
         assert hold(each) == "", each
         assert freeze_as_it_begins(each, fenced=True) == "", each
     for kind in ("allgather", "scatter", "reduce_scatter", "reduce"):
