@@ -86,7 +86,7 @@ def states(cluster: Cluster) -> str:
     )
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [*range(3), *(pytest.param(each, marks=pytest.mark.sweep) for each in range(3, 10))])
 def test_random_histories(block: int) -> None:
     for seed in range(block * SEEDS // 10, (block + 1) * SEEDS // 10):
         check(seed)
