@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -98,6 +99,7 @@ def _place(item: pytest.Item) -> tuple[bool, int]:
     return item.get_closest_marker("slow") is None, ORDER.index(folder) if folder in ORDER else len(ORDER)
 
 
+@functools.cache
 def _folder(path: Path) -> str:
     """Of tests/, in which the file lies."""
     return path.relative_to(Path(__file__).parent).parts[0]

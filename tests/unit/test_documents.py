@@ -132,15 +132,21 @@ def test_names_are_there(page: Path) -> None:
 
 
 @functools.cache
-def classes() -> dict[str, tuple[list[str], frozenset[str]]]:
-    """The classes of ours: the names of their bases, and what they define."""
+def classes() -> dict[str, Path]:
+    """The classes of ours, and the file of each; to parse them all takes seconds."""
     found = {}
     for module in (file for file in map(Path, files()) if file.suffix == ".py" and file.parts[0] in PACKAGES.values()):
-        for node in nodes(ROOT / module):
-            if isinstance(node, ast.ClassDef):
-                inner = (each for statement in node.body for each in ast.walk(statement))
-                found[node.name] = ([ast.unparse(base).split(".")[-1] for base in node.bases], own_names(inner))
+        for kind in re.findall(r"^\s*class (\w+)", (ROOT / module).read_text(), re.MULTILINE):
+            found[kind] = ROOT / module
     return found
+
+
+@functools.cache
+def definition(kind: str) -> tuple[list[str], frozenset[str]]:
+    """The names of the bases of a class, and what it defines."""
+    node = next(each for each in nodes(classes()[kind]) if isinstance(each, ast.ClassDef) and each.name == kind)
+    inner = (each for statement in node.body for each in ast.walk(statement))
+    return [ast.unparse(base).split(".")[-1] for base in node.bases], own_names(inner)
 
 
 def own_names(inner: Iterator[ast.AST]) -> frozenset[str]:
@@ -156,7 +162,7 @@ def own_names(inner: Iterator[ast.AST]) -> frozenset[str]:
 
 def has(kind: str, name: str) -> bool:
     """Whether `kind` or a base of it defines `name`, as far as its bases are ours."""
-    bases, own = classes()[kind]
+    bases, own = definition(kind)
     return name in own or any(has(base, name) for base in bases if base in classes())
 
 

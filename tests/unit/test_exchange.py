@@ -53,8 +53,15 @@ def test_switch_points_can_be_changed_between_two_ops(how: str) -> None:
     assert all(ways == [first, (True, False), first, last] for ways in found.values())
 
 
-@pytest.mark.parametrize("how", [*HOWS, "loopback"])
-@pytest.mark.parametrize("seed", [0, 1, 2, 5])  # of 5, 3, 2 and 4 members; the interleavings are others each time
+@pytest.mark.parametrize(  # of 5, 3, 2 and 4 members; the interleavings are others each time
+    ("seed", "how"),
+    [
+        *((1, how) for how in (*HOWS, "loopback")),
+        (0, "mixed ring"),
+        *(pytest.param(0, how, marks=pytest.mark.sweep) for how in (*HOWS, "loopback") if how != "mixed ring"),
+        *(pytest.param(seed, how, marks=pytest.mark.sweep) for seed in (2, 5) for how in (*HOWS, "loopback")),
+    ],
+)
 def test_view_changes_at_random_moments(seed: int, how: str) -> None:
     chance = random.Random(seed)
     count = chance.choice((2, 3, 4, 5))

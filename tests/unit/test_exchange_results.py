@@ -19,6 +19,8 @@ from tests.rigs.exchange import Caller, Member, Rig
 from tests.rigs.exchange_calls import HOWS, _switch_often, agree, calls, expected, given, ones, start  # noqa: F401
 from tests.rigs.fp8_results import coded
 
+WITH_ROUTES = ("ring", "mixed ring", "rows")
+
 
 # Of two members, one is reached by the same way whether the group is mixed or not. How torch adds: test_reduce.py.
 @pytest.mark.protocol
@@ -27,7 +29,9 @@ from tests.rigs.fp8_results import coded
     [
         (1, "shm"),
         *[(2, how) for how in HOWS if "mixed" not in how and how != "tcp hosts"],
-        *[(count, how) for count in (3, 5) for how in HOWS],
+        *[(3, how) for how in HOWS],
+        *[(5, how) for how in HOWS if how in WITH_ROUTES],
+        *[pytest.param(5, how, marks=pytest.mark.sweep) for how in HOWS if how not in WITH_ROUTES],
     ],
 )
 def test_all_dtypes_and_ops(count: int, how: str) -> None:

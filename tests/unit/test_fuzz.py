@@ -52,11 +52,15 @@ def mutated(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_senseless_bytes(name: str, data: st.DataObject) -> None:
-    TARGETS[name].run(data.draw(mutated(SEEDS[name])))
+def test_senseless_bytes(name: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(mutated(SEEDS[name]))
+    def senseless(data: bytes) -> None:
+        TARGETS[name].run(data)
+
+    senseless()
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -327,7 +327,7 @@ def test_what_is_sent_of_a_task_that_fills_its_slot_is_never_small(of: str, coun
     sqrt(n) others or so. Every owner of a slice gets little more than a member of a small group. Of a very large group
     some members are looked at."""
     members = tuple(range(count))
-    some = members if count <= 256 else random.Random(count).sample(members, 24)
+    some = members if count < 256 else random.Random(count).sample(members, 24)
     hosts = rows(members) if of == "rows" else shared_hosts({m: str(m // 4) for m in members})
     group = hosts, frozenset(members)
     slot = sized(HOST, count).span * CHUNK

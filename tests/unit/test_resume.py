@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcomm.collective.chunks import pack
@@ -24,6 +24,7 @@ from ftcomm.collective.resume import (
 )
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
 from ftcomm.transport.segment import CHUNK
+from tests.rigs.examples import drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +90,13 @@ def streams(situation: Situation, only: tuple[int, ...] | None = None) -> dict[i
     return out
 
 
-@settings(max_examples=500)
-@given(situations())
+@drawn(150, 500, situations())
 def test_the_streams_of_all_members_agree(situation: Situation) -> None:
     first, *others = streams(situation).values()
     assert all(other == first for other in others)
 
 
-@settings(max_examples=500)
-@given(situations())
+@drawn(150, 500, situations())
 def test_every_chunk_gets_the_task_it_needs(situation: Situation) -> None:
     for tasks in streams(situation).values():
         planned = {(number, task.chunk): task for number, task in tasks}
@@ -126,8 +125,7 @@ def ends(situation: Situation, number: int, only: tuple[int, ...]) -> set[tuple[
     return out
 
 
-@settings(max_examples=500)
-@given(situations(), st.booleans())
+@drawn(150, 500, situations(), st.booleans())
 def test_all_chunks_of_an_atomic_op_end_with_one_set(situation: Situation, same: bool) -> None:
     only = tuple(sorted(situation.held)) if same else (min(situation.held),)
     first, *others = streams(situation, only).values()
@@ -136,8 +134,7 @@ def test_all_chunks_of_an_atomic_op_end_with_one_set(situation: Situation, same:
         assert len(ends(situation, number, only)) == 1
 
 
-@settings(max_examples=500)
-@given(situations(), st.integers(0, 4))
+@drawn(150, 500, situations(), st.integers(0, 4))
 def test_what_an_atomic_op_need_not_reduce_again_it_keeps(situation: Situation, number: int) -> None:
     only = tuple(sorted(situation.held))
     if not base(situation.progress().values()) <= number < min(map(len, situation.held.values())):
