@@ -18,7 +18,7 @@ from .job import Notes
 
 # s between two steps of a job that waits for something: ranks that compute as fast as they can take the cores of all
 # tests that run beside, and write notes that take as long to read. 0 where a fault is to fall into the middle of an op.
-PAUSE = 0.02
+PAUSE = 0.04
 
 
 def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class Pace:
     """Keeps the ranks of a replica about in step, as the collectives among its shards do in a training: at a boundary
     where membership changes, one that is far ahead would wait for the others longer than it is ready to."""
 
-    LEAD = 25  # steps; some 0.5 s
+    LEAD = 12  # steps; some 0.5 s
     STEP_TIMEOUT = 1.0  # s at each step, for one that stands still or is dead
 
     def __init__(self, group: ftcomm.Group, arguments: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ state = {"x": np.zeros(64, np.float32)}
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 print("variables", *(os.environ[name] for name in names), flush=True)
 for step in ftcomm.steps(1_000_000, state):
-    time.sleep(0.005)  # leaves the cores to those who start
+    time.sleep(0.02)  # leaves the cores to those who start
     given = np.full(64, step * (group.replica + 1), np.float32)
     state["x"] += np.sqrt(ftcomm.allreduce(given, op="avg"))
     if step % 20 == 0:

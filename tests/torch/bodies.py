@@ -118,7 +118,7 @@ def train_without_state(group: ftcomm.Group, notes: Notes, arguments: dict[str, 
         x.fill_(2.0**group.replica)
         group.allreduce(x)
         notes.write(kind="step", step=step, digest=str(x[0].item()))
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def train_by_hand(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def train_by_hand(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
         with torch.no_grad():
             model.weight.sub_(0.01 * x)
         notes.write(kind="step", step=step, digest=digest({"model": model}))
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def data_parallel(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:

@@ -129,5 +129,5 @@ def hsdp_with_state(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")
-        time.sleep(0.01)
+        time.sleep(0.05)
     notes.write(kind="final", digest=digest(state), contributes=group.contributes)

@@ -62,7 +62,7 @@ def two_dimensions_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str
         assert norm.full_tensor().isfinite()
         optimizer.step()
         notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")
-        time.sleep(0.01)
+        time.sleep(0.05)
     notes.write(kind="final", digest=digest(state), contributes=group.contributes)
     dist.destroy_process_group()
 
@@ -98,7 +98,7 @@ def pipeline_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
         scaler.update()
         scale = scaler.get_scale()
         notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "", scale=scale)
-        time.sleep(0.01)
+        time.sleep(0.05)
     notes.write(kind="final", digest=digest(state), contributes=group.contributes)
     dist.destroy_process_group()
 
@@ -129,7 +129,7 @@ def three_dimensions_inside(group: ftcomm.Group, notes: Notes, arguments: dict[s
         assert all(parameter.grad is not None for parameter in block.parameters())
         optimizer.step()
         notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")
-        time.sleep(0.01)
+        time.sleep(0.05)
     notes.write(kind="final", digest=digest(state), contributes=group.contributes)
     dist.destroy_process_group()
 
