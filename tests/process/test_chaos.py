@@ -138,7 +138,7 @@ def test_a_job_lives_through_every_fault_of_processes(here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.sweep)])
 def test_nobody_is_removed_who_is_held_or_not_heard(here: Path, transport: str) -> None:
     """Nor who forks; and who dies is replaced though its children, and workers that it forked before, live on for a
     moment. The launcher is not stopped: here that is the test itself."""
@@ -175,7 +175,7 @@ def test_an_older_store_is_refused_and_the_job_goes_on(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
-@pytest.mark.parametrize("transport", ["tcp", "shm", _NIXL])
+@pytest.mark.parametrize("transport", [pytest.param("tcp", marks=pytest.mark.sweep), "shm", _NIXL])
 def test_nobody_is_removed_when_the_coordinator_is_cut_off_from_all(
     here: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

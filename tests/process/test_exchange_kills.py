@@ -123,7 +123,7 @@ def jobs() -> Iterator[list[Job]]:
         ("shm", 6, 8, False, 6),
         ("shm", 4, 16, True, 19),
         ("tcp", 4, 16, False, 14),
-        ("ring", 4, 16, False, 34),
+        pytest.param("ring", 4, 16, False, 34, marks=pytest.mark.sweep),
         ("ring", 4, 16, True, 38),
         ("hosts", 5, 16, False, 40),  # three members on one host, two on the other
         ("rows", 6, 16, True, 46),  # two rows of three, and then of others

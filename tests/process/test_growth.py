@@ -200,7 +200,10 @@ def test_a_change_that_was_in_force_outlives_the_coordinator(tmp_path: Path, vic
 # -- every point -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("transport", "ranks", "points_of_all"), [("shm", 1, None), ("tcp", 1, 7), ("shm", 2, 5)])
+@pytest.mark.parametrize(
+    ("transport", "ranks", "points_of_all"),
+    [("shm", 1, None), pytest.param("tcp", 1, 7, marks=pytest.mark.sweep), ("shm", 2, 5)],
+)
 def test_a_joiner_that_dies_at_every_point_of_its_joining(
     tmp_path: Path, transport: str, ranks: int, points_of_all: int | None
 ) -> None:

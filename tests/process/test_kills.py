@@ -51,7 +51,7 @@ def check(job: Job) -> dict[int, dict[int, dict[str, Any]]]:
     [
         ("shm", 1_000_003, 12, "none"),
         ("shm", 300, 8, "none"),
-        ("shm", 16 << 20, 4, "none"),
+        ("shm", 4 << 20, 4, "none"),
         ("tcp", 300_001, 8, "none"),
         ("tcp", 300_001, 4, "mac"),
         ("tcp", 300_001, 4, "aes-gcm"),

@@ -67,7 +67,9 @@ def held(pid: int) -> Held:
     return Held(dict(descriptors), dict(threads), segments, len(maps), resident)
 
 
-@pytest.mark.parametrize(("transport", "verify"), [("shm", False), ("shm", True), ("tcp", False)])
+@pytest.mark.parametrize(
+    ("transport", "verify"), [pytest.param("shm", False, marks=pytest.mark.sweep), ("shm", True), ("tcp", False)]
+)
 def test_losses_leave_nothing_behind(tmp_path: Path, transport: str, verify: bool) -> None:
     how = {"transport": transport, "verify": verify}
     with Job(tmp_path, replicas=3, body=reduce_forever, elements=ELEMENTS, steps=ENDLESS, pause=0.0, **how) as job:

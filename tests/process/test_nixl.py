@@ -18,7 +18,7 @@ import ftcomm
 from tests.rigs import nixl_queues
 
 from . import torn_puts
-from .bodies import reduce_forever, reduce_fresh
+from .bodies import PAUSE, reduce_forever, reduce_fresh
 from .job import STALL, Job, Notes
 from .test_fencing import VICTIM, disturbed, go_on, kinds, set_aside, wait_lost, wait_stopped, wake
 from .test_kills import ENDLESS, SEED, check
@@ -90,6 +90,7 @@ def reduce_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
                     nixl_queues.claim(head)
             os.kill(os.getpid(), signal.SIGKILL)
         array[:] = 2.0**group.replica
+        time.sleep(PAUSE)
         group.allreduce(array)
         notes.write(kind="step", step=step, whole=True, crc=zlib.crc32(array.view(np.uint8).data), spans=[])
 
@@ -131,6 +132,7 @@ def reduce_and_go_deaf(group: ftcomm.Group, notes: Notes, arguments: dict[str, A
                     nixl_queues.claim(head)
             mark.unlink()
         array[:] = 2.0**group.replica
+        time.sleep(PAUSE)
         group.allreduce(array)
         notes.write(kind="step", step=step, whole=True, crc=zlib.crc32(array.view(np.uint8).data), spans=[])
 
@@ -182,6 +184,7 @@ def reduce_and_count(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
     NixlEndpoint.tell, NixlEndpoint._arrive = counted, heard  # type: ignore[method-assign]
     arrays = [np.empty(elements, np.float32) for elements in (100, 2_000, 9_000, ELEMENTS) * 50]
     for step in ftcomm.steps(arguments["steps"]):
+        time.sleep(PAUSE)
         for array in arrays:
             array[:100] = 2.0**group.replica
         for work in [group.allreduce(array, async_op=True) for array in arrays]:
@@ -189,6 +192,7 @@ def reduce_and_count(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
         notes.write(kind="step", step=step)
 
 
+@pytest.mark.sweep
 def test_who_is_stopped_is_told_no_more_than_all_slots_hold(tmp_path: Path) -> None:
     """However many ops are called: of a peer that ends with a full queue UCX keeps what it had mapped."""
     from ftcomm.transport.nixl import frames

@@ -92,7 +92,7 @@ def _last_view(running: Job) -> dict[str, Any]:
     ("point", "transport", "elements", "stuck"),
     [
         ("op", "shm", ONE_SHOT, 1),  # a dead lock of the script, slow input
-        ("op", "tcp", TWO_SHOT, 0),
+        pytest.param("op", "tcp", TWO_SHOT, 0, marks=pytest.mark.sweep),
         ("posted", "shm", TWO_SHOT, 3),  # the driver
         ("taken", "shm", ONE_SHOT, 2),
         ("taken", "tcp", TWO_SHOT, 1),
@@ -111,7 +111,7 @@ def test_the_one_that_stands_still_is_removed(
         finish(running, set(range(4)) - {stuck}, {stuck: "waits for it (replica"})
 
 
-@pytest.mark.parametrize(("transport", "rank"), [("shm", 0), ("tcp", 1)])
+@pytest.mark.parametrize(("transport", "rank"), [pytest.param("shm", 0, marks=pytest.mark.sweep), ("tcp", 1)])
 def test_one_rank_of_a_replica_stands_still(tmp_path: Path, transport: str, rank: int) -> None:
     """The other one goes on with its group; the replica is removed as one."""
     points = Points(tmp_path)
@@ -175,7 +175,7 @@ def test_two_stand_still_at_once(tmp_path: Path) -> None:
         finish(running, {0, 3}, {1: "waits for it", 2: "waits for it"})
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_one_stands_still_before_a_boundary_that_others_stand_at(tmp_path: Path, ranks: int) -> None:
     """A replica joins there, so they wait for what its leader knows of that; afterwards it joins."""
     points = Points(tmp_path)
