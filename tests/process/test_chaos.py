@@ -28,6 +28,7 @@ from ftcomm.lab.netns.hosts import NamespaceHosts
 from ftcomm.lab.netns.network import HUB_ADDRESS, LabNetwork, address, inside, netlink
 from ftcomm.launch import Launcher, RunOptions, run
 from ftcomm.launch.admin import client, protocol
+from tests.rigs import preforked_ranks
 from tests.rigs.deadlines import DEADLINE
 
 from .job import ENGINE
@@ -211,7 +212,9 @@ def test_a_coordinator_that_stands_still_removes_nobody(here: Path) -> None:
     """By the commands: the launcher is a process of its own. While it stands, so do its answers."""
     command = [sys.executable, "-c", "from ftcomm.cli import main; main()"]
     run_it = ["run", "--replicas", "2", "--heartbeat-timeout", "2", "--op-timeout", "24", "--events", "events.jsonl"]
-    job = subprocess.Popen([*command, *run_it, "-m", "ftcomm.lab.chaos.train"], stdout=subprocess.DEVNULL)
+    training = [*preforked_ranks.FTCOMM, *run_it, "-m", "ftcomm.lab.chaos.train"]  # that imports torch
+    with open(os.devnull, "wb") as nowhere:
+        job = preforked_ranks.Rank(training, os.environ, {1: nowhere.fileno(), 2: 2})
     try:
         events = here / "events.jsonl"
         end = time.monotonic() + DEADLINE
@@ -230,7 +233,7 @@ def test_a_coordinator_that_stands_still_removes_nobody(here: Path) -> None:
         assert events.read_text().count('"view"') == 1
     finally:
         job.send_signal(signal.SIGCONT)
-        job.terminate()
+        job.send_signal(signal.SIGTERM)
         try:
             job.wait(30)
         finally:

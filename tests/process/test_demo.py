@@ -19,7 +19,7 @@ from ftcomm.demo.show import sparkline
 from ftcomm.demo.story import Story
 from tests.rigs import preforked_ranks
 
-STEPS = 100
+STEPS = 60
 
 
 @pytest.mark.protocol

@@ -242,8 +242,8 @@ def reduce_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     ("atomic", "wire"),
     [
         (True, None),
-        (False, "fp8"),
-        pytest.param(False, None, marks=sweep),
+        (False, None),
+        pytest.param(False, "fp8", marks=sweep),
         pytest.param(True, "fp8", marks=sweep),
     ],
 )
@@ -318,6 +318,7 @@ def _go_on(running: Job, steps: int, watched: int = 0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.sweep
 def test_the_one_that_stands_still_is_removed(tmp_path: Path) -> None:
     """Nobody is dead: its deadline passes in the kernels of the others, which say so, and it is the one that goes."""
     with job(

@@ -21,7 +21,14 @@ NEVER = 90.0  # s, a heartbeat timeout that ends no wait of these tests
 SLOWEST = 200.0  # s for some twenty children, one after the other, and forty steps, on a busy host
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.sweep), _NIXL])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "shm",
+        pytest.param("tcp", marks=pytest.mark.sweep),
+        pytest.param("nixl", marks=[*_NIXL.marks, pytest.mark.sweep]),
+    ],
+)
 def test_children_are_refused_and_leave_the_rank_alone(tmp_path: Path, transport: str) -> None:
     only_on_host("subgroups of what kernels run")
     unhurried = dict(heartbeat_timeout=NEVER, op_timeout=2 * NEVER)

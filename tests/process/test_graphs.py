@@ -136,7 +136,8 @@ def _finish(running: Job, replicas: set[int]) -> dict[int, dict[int, dict[str, A
     return check(running)
 
 
-@pytest.mark.parametrize("atomic", [pytest.param(False, marks=pytest.mark.sweep), True])
+@pytest.mark.sweep
+@pytest.mark.parametrize("atomic", [False, True])
 def test_what_the_others_hold_of_a_replay_when_one_dies_in_it(tmp_path: Path, atomic: bool) -> None:
     """In step 1, at the second of four chunks: two are FINAL at the others, with the input of the one that dies. They
     stay, if they may; those of the atomic op are reduced again. What is called behind it goes on among the two."""

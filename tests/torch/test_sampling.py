@@ -23,7 +23,7 @@ KILLS = 5
 
 
 @pytest.mark.protocol
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_the_weights_say_that_every_sample_was_trained_once(tmp_path: Path, ranks: int) -> None:
     print(f"FTCOMM_TEST_SEED={SEED}")
     chance = random.Random(SEED)
