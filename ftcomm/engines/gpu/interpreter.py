@@ -126,6 +126,23 @@ def _unwrap_once() -> None:
     core._unwrap_if_constexpr = unwrap
 
 
+def _call_once() -> None:
+    """The interpreter calls what the language has built in by a function, and that by another one that looks for what
+    the first has given."""
+    semantic, guard = interpreter.interpreter_semantic, core.builtin(lambda: None).__code__
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
+
+
 def _by_names(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which remembers what it has returned for types of these names; not all types have a hash."""
     found: dict[tuple[str, ...], Any] = {}
@@ -143,3 +160,4 @@ _patch_once()
 _compute_once()
 _check_once()
 _unwrap_once()
+_call_once()
