@@ -138,7 +138,7 @@ def test_counters_go_on_beyond_32_bits() -> None:
 )
 def test_types(dtype: torch.dtype, ops: tuple[str, ...]) -> None:
     """Each type and each op; all pairs of them are in test_reduce_kernels.py."""
-    check([(arrays(1501, dtype, 3), op) for op in ops], 3)
+    check([(arrays(701, dtype, 3), op) for op in ops], 3)
 
 
 def test_members_with_other_grids() -> None:

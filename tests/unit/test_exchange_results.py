@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -133,7 +132,8 @@ def test_the_input_of_a_member_that_catches_up_does_not_count(count: int, contri
 @pytest.mark.parametrize("how", HOWS)
 def test_what_is_coded_has_the_same_bits_by_every_way(how: str) -> None:
     """And of two members with one that does not contribute, in one-shot, two-shot, and where all else goes around."""
-    cases = itertools.product(["sum", "avg"], [0, 1, 257, 40_000, 300_001], ["float32", "bfloat16", "float16"])
+    kinds = (("sum", "float32"), ("avg", "bfloat16"), ("sum", "float16"))
+    cases = [(op, count, dtype) for count in (0, 1, 257, 40_000, 300_001) for op, dtype in kinds]
     with Rig(range(3), how, verify=how in ("shm", "tcp")) as rig:
         rig.view(range(3), (0, 2))
         for op, count, dtype in cases:

@@ -288,21 +288,21 @@ def reaches_inside(module: ast.Module) -> Iterator[tuple[int, str]]:
     """Accesses to `x._name`, where `x` is neither `self` nor of this module, nor of a library that is not ours."""
     own = names_within(module) | OF_NAMED_TUPLES
 
+    def is_inner(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Attribute) or not re.match("_[a-zA-Z]", node.attr):
+            return False
+        return node.attr not in own and not of_itself(node)
+
     def within(node: ast.AST, theirs: set[str]) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             theirs = theirs | made_by_others(node, theirs)
-        elif (
-            isinstance(node, ast.Attribute)
-            and re.match("_[a-zA-Z]", node.attr)
-            and node.attr not in own
-            and not of_itself(node)
-            and root_of(node.value) not in theirs
-        ):
+        elif isinstance(node, ast.Attribute) and is_inner(node) and root_of(node.value) not in theirs:
             yield node.lineno, node.attr
         for child in ast.iter_child_nodes(node):
             yield from within(child, theirs)
 
-    yield from within(module, imported_of_others(module))
+    if any(map(is_inner, ast.walk(module))):  # in most there is none, and to look whose it is takes long
+        yield from within(module, imported_of_others(module))
 
 
 def test_nobody_reaches_inside_the_class_of_another_module() -> None:
