@@ -144,7 +144,9 @@ def test_a_task_by_tcp_on_one_host_has_more_chunks_where_members_send_slices(mem
 
 
 @pytest.mark.parametrize("by_ring", [False, True])
-@pytest.mark.parametrize("members", [2, 9, 16, 17, 24, 32, 33, 64, 65, 128, 129, MOST])
+@pytest.mark.parametrize(
+    "members", [2, 9, 16, 17, 24, 32, 33, 64, 65, 128, 129, 300, pytest.param(MOST, marks=pytest.mark.sweep)]
+)
 def test_no_hop_of_a_large_op_between_hosts_is_small(members: int, by_ring: bool) -> None:
     """Tasks have as many chunks as that takes, while two of them fit into the staging: a slot is then used again
     when those have taken what it held who read it, and no two that are under way share a byte."""
