@@ -342,7 +342,7 @@ def test_json_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.sweep), signal.SIGTERM])
 def test_what_was_done_is_written_when_interrupted(number: signal.Signals, tmp_path: Path) -> None:
     path, begun = tmp_path / "out.json", tmp_path / "begun"
     command = [sys.executable, "-c", INTERRUPT, "bench", "gpu-check", "--json", str(path), str(begun)]

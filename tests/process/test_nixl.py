@@ -27,7 +27,7 @@ pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install
 pytestmark = pytest.mark.protocol
 
 ELEMENTS = 300_001  # three chunks, in puts; the last is cut where nothing divides
-KILLS = 5
+KILLS = 3
 
 
 def test_kills_and_joins(tmp_path: Path) -> None:
