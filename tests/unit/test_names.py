@@ -52,8 +52,9 @@ OF_MESSAGES = (
 folders = pytest.mark.parametrize("folder", FOLDERS)
 
 
-def modules() -> dict[str, ast.Module]:
-    return {str(file.relative_to(ROOT)): parsed(file) for file in files()}
+def modules(*folders: str) -> dict[str, ast.Module]:
+    """Of these folders, or all."""
+    return {str(file.relative_to(ROOT)): parsed(file) for file in files(*folders)}
 
 
 def identifiers(module: ast.Module) -> Iterator[tuple[int, str]]:
@@ -143,8 +144,7 @@ def test_actions_are_frozen_structs() -> None:
 def test_words_that_only_their_author_knew_are_gone(folder: str) -> None:
     found = [
         f"{file}:{line}: {name}"
-        for file, module in modules().items()
-        if file.startswith(f"{folder}/")
+        for file, module in modules(folder).items()
         for line, name in [*identifiers(module), *((1, part) for part in Path(file).with_suffix("").parts)]
         if GONE.intersection(words(name))
     ]
@@ -155,8 +155,7 @@ def test_words_that_only_their_author_knew_are_gone(folder: str) -> None:
 def test_a_message_is_no_word(folder: str) -> None:
     found = [
         f"{file}:{line}: {name}"
-        for file, module in modules().items()
-        if file.startswith(f"{folder}/")
+        for file, module in modules(folder).items()
         for line, name in [*identifiers(module), *((1, part) for part in Path(file).with_suffix("").parts)]
         if {"word", "words"}.intersection(words(name))
     ]
@@ -167,18 +166,17 @@ def test_a_message_is_no_word(folder: str) -> None:
 def test_docstrings_begin_with_a_main_clause(folder: str) -> None:
     found = [
         f"{file}:{line}: {said.splitlines()[0]}"
-        for file, module in modules().items()
-        if file.startswith(f"{folder}/")
+        for file, module in modules(folder).items()
         for line, said in docstrings(module)
         if said.split()[0].strip(",.:;`") in NO_MAIN_CLAUSE
     ]
     assert not found, "say what it is or does first: a noun or a verb"
 
 
-def comments(file: str) -> Iterator[tuple[int, str]]:
+def comments(file: Path) -> Iterator[tuple[int, str]]:
     """The comments of `file`, the lines of one as one."""
     below = -1
-    for token in tokenize.generate_tokens(io.StringIO((ROOT / file).read_text()).readline):
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
         if token.type == tokenize.COMMENT:
             line, column = token.start
             alone = not token.line[:column].strip()
@@ -190,9 +188,8 @@ def comments(file: str) -> Iterator[tuple[int, str]]:
 @folders
 def test_comments_begin_with_what_they_speak_of(folder: str) -> None:
     found = [
-        f"{file}:{line}: {said}"
-        for file in modules()
-        if file.startswith(f"{folder}/")
+        f"{file.relative_to(ROOT)}:{line}: {said}"
+        for file in files(folder)
         for line, said in comments(file)
         if said and said.split()[0].lower().strip(",.:;`") in NO_NOUN
     ]
@@ -228,10 +225,7 @@ def test_a_text_that_calls_a_shard_a_rank_is_seen() -> None:
 @folders
 def test_a_rank_with_a_number_is_the_global_one(folder: str) -> None:
     found = [
-        f"{file}:{line}: {text}"
-        for file, module in modules().items()
-        if file.startswith(f"{folder}/")
-        for line, text in ranks_by_shard(module)
+        f"{file}:{line}: {text}" for file, module in modules(folder).items() for line, text in ranks_by_shard(module)
     ]
     assert not found, "torchrun and Slurm count ranks over the job: see ftcomm.control.rank_name"
 
