@@ -181,9 +181,11 @@ fi
 endef
 
 # pip writes its log. One line says how far it is: again and again on a terminal, once a phase elsewhere. To compile
-# every module would take longer than all the rest; those that each rank imports are compiled by importing them.
+# every module would take longer than all the rest; those that each rank imports are compiled by importing them. What
+# setuptools notes of ftcomm is in the environment, so that two can be made at the same time.
 define INSTALL
 log=$(@D)/install.log; began=$$(date +%s); before=; \
+printf '[egg_info]\negg_base = $(@D)\n' > $(@D)/build.cfg; export DIST_EXTRA_CONFIG="$(abspath $(@D))/build.cfg"; \
 $(@D)/bin/python -m pip install --no-compile --disable-pip-version-check "$(WANTED)" -e ".[$(EXTRAS)]" > $$log 2>&1 & pip=$$!; \
 trap "kill $$pip 2>/dev/null" EXIT; trap "exit 130" INT TERM; \
 there() { ls -d $(@D)/lib/python3*/site-packages/*.dist-info 2>/dev/null | wc -l; }; \
