@@ -15,11 +15,14 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from ftcomm.lab.netns.network import CLONE_NEWNET, call
 
 _NETWORK = "/proc/thread-self/ns/net"
+# descriptors by which a fork asks the server for another one
+_KEPT = ((forkserver._forkserver, "_forkserver_alive_fd"), (resource_tracker._resource_tracker, "_fd"))  # type: ignore[attr-defined]
 _HOME = os.readlink(_NETWORK)
 
 
@@ -47,8 +50,11 @@ def become(
     if network is not None:
         call("setns", network, CLONE_NEWNET)
         os.close(network)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    high = {place: _above(fd, max(fds) + 1) for place, fd in {0: nothing, **fds}.items()}  # so that none hits another
+    nothing, least = os.open(os.devnull, os.O_RDONLY), max(fds) + 1  # above all places, so that none hits another
+    for holder, name in _KEPT:
+        if (kept := getattr(holder, name)) is not None:
+            setattr(holder, name, _above(kept, least))
+    high = {place: _above(fd, least) for place, fd in {0: nothing, **fds}.items()}
     for place, fd in high.items():
         os.dup2(fd, place, inheritable=True)
         os.close(fd)
