@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import selectors
@@ -519,7 +520,9 @@ def listen(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(BACKLOG)
-    except BaseException:
+    except BaseException as error:
         sock.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE and port == 0:
+            raise OSError(error.errno, wire.no_ports()) from None
         raise
     return sock

@@ -445,6 +445,11 @@ SECTIONS: dict[str, tuple[str, str, Section]] = {
     "control-agents": ("The same, with host agents", "ftcomm bench control --agents", _control),
     "control-768": ("The same, of more ranks", "ftcomm bench control --replicas 12", _control),
     "control-98304": ("The same, of 98,304 ranks", "ftcomm bench control --replicas 12 --ranks 8192", _control),
+    "control-98304-agents": (
+        "The same, of 98,304 ranks with host agents",
+        "ftcomm bench control --replicas 12 --ranks 8192 --agents",
+        _control,
+    ),
     "views": ("Changes of view of many ranks", "ftcomm bench views", _views),
     "micro": ("Parts", "make bench-micro", _micro),
 }

@@ -18,7 +18,7 @@ import pytest
 
 from ftcomm.control import handshake, wire
 from ftcomm.control.failed_dials import Cause, cause_of, shortage
-from ftcomm.control.links import Link
+from ftcomm.control.links import Link, listen
 from ftcomm.control.liveness import boot
 from ftcomm.control.peers import Peers
 from ftcomm.control.views import Address, Addresses, Member, View
@@ -158,3 +158,16 @@ def test_a_process_that_cannot_be_watched_for_want_of_a_descriptor_is_watched_la
             peers.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_who_finds_no_free_port_to_listen_at_is_told_to_give_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(socket.socket):
+        def bind(self, address: object) -> None:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(socket, "socket", Full)
+    with pytest.raises(OSError, match="sysctl -w net") as raised:
+        listen("127.0.0.1", 0)
+    assert raised.value.errno == errno.EADDRINUSE
+    with pytest.raises(OSError, match="Address already in use"):  # of the one that the caller has chosen
+        listen("127.0.0.1", 5000)
