@@ -1,8 +1,8 @@
 """Companions of ranks as forks of the server that forks the ranks, where a test is not about how they are started.
 
-An interpreter that has imported what a leader needs takes 0.25 s of a core, and a test starts up to a dozen of them.
-`Companion` gets what it would get from `subprocess`. What it asks for is no fork of the rank: it has nothing of it but
-the descriptors that it is given.
+A new interpreter has to import what a leader needs, and a test starts up to a dozen of them. `Companion` gets what it
+would get from `subprocess`. The process is no fork of the rank: it has nothing of it but the descriptors that it is
+given.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def in_this_rank() -> None:
 
 
 class _Starter:
-    """What `Companion` needs of a `Popen`."""
+    """Starts a fork, and is to `Companion` what a `Popen` is."""
 
     def __init__(
         self, arguments: list[str], *, stdin: int, stdout: int, stderr: Any, env: Mapping[str, str], **rest: Any
@@ -65,7 +65,7 @@ class _Starter:
 
 
 class _Work:
-    """What the server finds in the place of a process of `multiprocessing`."""
+    """Stands in for a process of `multiprocessing` in the new fork."""
 
     def __init__(
         self, command: list[str], environment: dict[str, str], folder: str, places: list[int], has_network: bool

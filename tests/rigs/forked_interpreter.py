@@ -21,14 +21,14 @@ from pathlib import Path
 from ftcomm.lab.netns.network import CLONE_NEWNET, call
 
 _NETWORK = "/proc/thread-self/ns/net"
-# descriptors by which a fork asks the server for another one
+# by which a fork asks the server for another one
 _KEPT = ((forkserver._forkserver, "_forkserver_alive_fd"), (resource_tracker._resource_tracker, "_fd"))  # type: ignore[attr-defined]
 _HOME = os.readlink(_NETWORK)
 
 
 @contextlib.contextmanager
 def network() -> Iterator[int | None]:
-    """That of this thread, if it is not the one in which the fork server was started."""
+    """Yields a descriptor of the network of this thread; None if the fork server was started in it."""
     if os.readlink(_NETWORK) == _HOME:
         yield None
         return

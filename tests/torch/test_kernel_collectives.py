@@ -58,7 +58,7 @@ def test_calls_of_a_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("point", "times"),
-    [*(pytest.param(*each, marks=pytest.mark.sweep) for each in (("posted", 2), ("taken", 19))), ("taken", 34)],
+    [("posted", 2), pytest.param("taken", 19, marks=pytest.mark.sweep), ("taken", 34)],
 )
 def test_one_is_killed_inside_the_kernel(tmp_path: Path, point: str, times: int) -> None:
     """In the first call, as the root of a scatter, in an alltoall of unequal parts: the others have one outcome, and

@@ -223,6 +223,22 @@ def test_an_agent_whose_leader_has_ended_too_gives_its_port_back_at_once() -> No
         job.close()
 
 
+def test_an_agent_that_ends_before_it_has_served_its_ranks_gives_its_ports_back() -> None:
+    """It waits for the leader, whose kernel has taken the connection. Where many agents are in one process, what one
+    leaves open is found by ranks."""
+    job = Job(1, RANKS)
+    mute = listen("127.0.0.1", 0)
+    try:
+        agent = job.host_agent(mute.getsockname(), range(2, 4))
+        own = agent.process.own.getsockname()
+        agent.close(well=True)
+        for place in (agent.address, own):
+            listen(*place).close()
+    finally:
+        mute.close()
+        job.close()
+
+
 def test_an_agent_that_ends_while_it_reaches_no_leader_tells_it_by_the_next_connection() -> None:
     job = Job(1, RANKS)
     hosts = Hosts(job, job.led())

@@ -79,9 +79,8 @@ def _compute_once() -> None:
 
 
 def _check_once() -> None:
-    """The interpreter brings both sides of each operation to one type and one shape: two fifths of the time that is
-    left. That depends on their types alone, and nearly always nothing is to be done but to make the same tensor of the
-    same integer again."""
+    """Remember for which types both sides of an operation stay what they are, and the tensors made of integers. The
+    interpreter works both out anew in each operation, though they depend on types and values alone."""
     tensor, semantic = tl.tensor, interpreter.interpreter_semantic
     real = semantic.binary_op_type_checking_impl
     alike: set[tuple[Any, ...]] = set()  # types of two tensors that stay what they are
@@ -113,7 +112,7 @@ def _check_once() -> None:
 
 
 def _unwrap_once() -> None:
-    """The interpreter asks four times of each argument whether constants are to be taken out of it."""
+    """Remember which types have no constants in them. The interpreter asks four times of each argument."""
     real = core._unwrap_if_constexpr
     plain: dict[type, bool] = {}  # whether values of that type have nothing to be taken out
 
@@ -127,8 +126,8 @@ def _unwrap_once() -> None:
 
 
 def _call_once() -> None:
-    """The interpreter calls what the language has built in by a function, and that by another one that looks for what
-    the first has given."""
+    """Call the built-ins of the language at once. The interpreter calls each through two functions, of which one checks
+    what the other has given it."""
     semantic, guard = interpreter.interpreter_semantic, core.builtin(lambda: None).__code__
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
