@@ -3,6 +3,7 @@
     some pages      words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, those of the tree (up and down),
                     descriptors of slots, mutexes, levels of the ring: one page for up to 17 members, two for 49, nine
                     for 256, 33 for 1,024
+    half a page     nothing, see `STAGGER`
     STAGED bytes    region POSTED:  the owner's input of a chunk, for the others to read
     STAGED bytes    region REDUCED: the owner's slice of a reduced chunk
 
@@ -33,9 +34,11 @@ import numpy as np
 from ftcomm.control.fork import keep_from_children, keep_memory_from_children
 from ftcomm.errors import TransportError
 
-MAGIC = 0x6674636F6D6D0002  # "ftcomm", layout 2, of the host's engine
+MAGIC = 0x6674636F6D6D0003  # "ftcomm", layout 3, of the host's engine
 _FAMILY = 16  # bits of the layout's number in MAGIC
-HEADER = 4096  # bytes of the words of a group of 17 members or fewer, and a page
+_PAGE = 4096  # bytes
+STAGGER = _PAGE // 2  # bytes from the start of a page to that of the staging; docs/transports.md, "Measured choices"
+HEADER = _PAGE + STAGGER  # bytes before the staging of a group of 17 members or fewer, most of them words
 
 # docs/transports.md, "Measured choices", has the figures for these.
 CHUNK = 512 << 10  # bytes; a chunk and its copy must stay in the cache
@@ -78,8 +81,8 @@ def levels(members: int) -> int:
 
 
 def header(members: int) -> int:
-    """Returns the bytes of the words of a group of so many members, whole pages."""
-    return -(-8 * (_LEVELS + levels(members) * _LINE) // HEADER) * HEADER
+    """Returns the bytes before the staging of a group of so many members: pages of words, and half a page."""
+    return -(-8 * (_LEVELS + levels(members) * _LINE) // _PAGE) * _PAGE + STAGGER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +255,8 @@ class Segment(Memory):
         self.fd = os.memfd_create("ftcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._file = _identity(self.fd)
         self._reserving = threading.Lock()  # also held to close the descriptor; guards the next one
-        self._lacking = bytearray(b"\1") * -(-size // _PAGE)  # 1: a page that is not reserved
+        words = -(-self.header // _PAGE)  # pages
+        self._lacking = bytearray(words) + b"\1" * (-(-size // _PAGE) - words)  # 1: a page that is not reserved
         try:
             os.posix_fallocate(self.fd, 0, self.header)
             os.ftruncate(self.fd, size)
@@ -267,7 +271,7 @@ class Segment(Memory):
         try:
             if chunks is None:
                 self._reserve(self.header, size)
-            else:
+            elif chunks:
                 self._reserve(self.offset(POSTED, 0), self.offset(POSTED, chunks))
                 self._reserve(self.offset(REDUCED, 0), self.offset(REDUCED, chunks))
         except TransportError:
@@ -323,7 +327,6 @@ class Segment(Memory):
 
 
 _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; missing in Python's fcntl module
-_PAGE = 4096  # bytes
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -163,9 +163,9 @@ class _Fold:
             out[...] = sources[0]
             return
         ufunc = self.ufunc
-        ufunc(sources[0], sources[1], out)
+        ufunc(sources[0], sources[1], out=out)  # by its name: NumPy takes no other of min and max without a warning
         for other in sources[2:]:
-            ufunc(out, other, out)
+            ufunc(out, other, out=out)
 
 
 def of_two(reduction: Reduction) -> Callable[..., object]:

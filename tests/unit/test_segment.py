@@ -17,7 +17,6 @@ from ftcomm.kernels.device.words import MOST_MEMBERS
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.transport.segment import (
     CHUNK,
-    HEADER,
     HOP,
     HOST,
     LEAST,
@@ -27,6 +26,7 @@ from ftcomm.transport.segment import (
     REDUCED,
     SIZE,
     SLOTS,
+    STAGGER,
     Layout,
     OtherEngine,
     Segment,
@@ -164,7 +164,7 @@ def test_too_little_memory_is_an_error_with_the_mend() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stderr
-    assert "cannot reserve 16388 KB of shared memory" in done.stdout
+    assert "cannot reserve 16390 KB of shared memory" in done.stdout
     assert "ulimit -f; now 1048576 bytes" in done.stdout
 
 
@@ -185,9 +185,9 @@ def test_memory_is_taken_by_who_carves_it_and_what_is_there_stays() -> None:
     for _ in range(2):
         whole = segment.carve(POSTED, 1, 3, 3 * 4096, bytes_)  # ends in a page that no other part has
         steps.append(taken(segment))
-    segment.carve(REDUCED, SLOTS, CHUNK - 1, 2, bytes_)  # of two chunks
+    segment.carve(REDUCED, SLOTS, CHUNK - 2049, 2050, bytes_)  # of two chunks
     steps.append(taken(segment))
-    assert steps == [HEADER + 4096 * pages for pages in (0, 1, 2, 4, 4, 6)]
+    assert steps == [8192 + 4096 * pages for pages in (0, 1, 2, 4, 4, 6)]
     assert reader.carve(POSTED, 1, 0, 3, bytes_).tolist() == first.tolist() == [7] * 3
     assert reader.carve(POSTED, 1, 2 * 4096 + 5, 3, bytes_).tolist() == last.tolist() == [9] * 3
     assert not whole[: 2 * 4096].any()
@@ -198,7 +198,7 @@ def test_memory_is_taken_by_who_carves_it_and_what_is_there_stays() -> None:
 def test_memory_that_is_reserved_at_the_start_is_that_of_the_first_chunks(chunks: int | None) -> None:
     segment = Segment(chunks=chunks)
     before = taken(segment)
-    assert before == SIZE if chunks is None else before == HEADER + 2 * chunks * CHUNK
+    assert before == (SIZE + STAGGER if chunks is None else 8192 + 2 * chunks * CHUNK + 4096)
     for region in (POSTED, REDUCED):
         for slot in range(chunks or SLOTS):
             segment.carve(region, slot, 0, CHUNK, np.dtype(np.uint8))[:] = 1
@@ -215,9 +215,9 @@ def test_memory_that_cannot_be_had_later_is_an_error_and_may_be_had_then(
     with monkeypatch.context() as lacking:
         lacking.setattr(os, "posix_fallocate", no_memory)
         with pytest.raises(TransportError, match=r"cannot reserve 8 KB .*: No space left on device. Free memory"):
-            segment.carve(POSTED, slot, 0, 5000, np.dtype(np.uint8))
+            segment.carve(POSTED, slot, 0, 9000, np.dtype(np.uint8))
         assert taken(segment) == before
-    segment.carve(POSTED, slot, 0, 5000, np.dtype(np.uint8))[:] = 1
+    segment.carve(POSTED, slot, 0, 9000, np.dtype(np.uint8))[:] = 1
     assert taken(segment) == before + 8192
     segment.close()
 
@@ -231,11 +231,11 @@ def test_no_file_of_the_script_grows_in_place_of_a_segment(tmp_path: Path) -> No
     with open(tmp_path / "file", "w+b") as file:
         os.dup2(file.fileno(), segment.fd)  # as if the script had closed it, and the number had come to a file
         with pytest.raises(TransportError, match="the script has closed its descriptor"):
-            segment.carve(POSTED, 0, 0, 1, np.dtype(np.uint8))
+            segment.carve(POSTED, 1, 0, 1, np.dtype(np.uint8))
         assert os.fstat(file.fileno()).st_size == 0
     segment.close()
     with pytest.raises(TransportError, match="Bad file descriptor"):
-        segment.carve(POSTED, 0, 0, 1, np.dtype(np.uint8))
+        segment.carve(POSTED, 1, 0, 1, np.dtype(np.uint8))
 
 
 def test_a_segment_that_cannot_be_had_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,3 +247,12 @@ def test_a_segment_that_cannot_be_had_keeps_no_descriptor(monkeypatch: pytest.Mo
     with pytest.raises(TransportError, match="cannot reserve 2048 KB"):
         Segment(chunks=NEAR)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("members", [2, 17, 18, 256, MEMBERS])
+@pytest.mark.parametrize("region", [POSTED, REDUCED])
+def test_no_chunk_begins_where_an_array_may_begin_in_its_page(members: int, region: int) -> None:
+    """See `STAGGER`: arrays begin within the first bytes of a page."""
+    segment = Segment(members=members, chunks=0)
+    assert {(segment.address + segment.offset(region, slot)) % 4096 for slot in range(SLOTS)} == {STAGGER}
+    segment.close()

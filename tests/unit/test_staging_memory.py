@@ -10,7 +10,7 @@ import pytest
 
 from ftcomm.collective.operation import Operation
 from ftcomm.errors import TransportError
-from ftcomm.transport.segment import HEADER, NEAR
+from ftcomm.transport.segment import NEAR
 from tests.rigs.exchange import Caller, Member, Rig
 
 
@@ -78,7 +78,7 @@ def test_memory_for_members_of_other_hosts_is_taken_when_there_are_such(later: i
         for caller in [Caller.start(run, member, an_op(member, 16 << 20)) for member in both]:
             caller.join()
         near = taken(both[0])
-        assert near <= HEADER + 2 * NEAR * (512 << 10)
+        assert near <= 3 * 4096 + 2 * NEAR * (512 << 10)
         rig.how = "tcp"
         memory.refused.add(rig.members[later].segment.fd)
         rig.view(range(3))  # for that nobody needs more
@@ -104,4 +104,4 @@ def test_small_ops_take_a_page_of_each_slot(how: str, rooms: int) -> None:
         for _ in range(2 * rooms):
             for caller in [Caller.start(run, member, an_op(member, 1024)) for member in rig.members.values()]:
                 caller.join()
-        assert {taken(member) for member in rig.members.values()} == {HEADER + rooms * 4096}
+        assert {taken(member) for member in rig.members.values()} == {4096 + rooms * 4096}
