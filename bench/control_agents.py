@@ -31,8 +31,9 @@ from ftcomm.bench.control_setup import (
     say,
     usage,
 )
-from ftcomm.control.host_agent import HostAgentAction, ToOwnLeader
-from ftcomm.control.host_agent_process import AgentCharge, HostAgentProcess
+from ftcomm.control.actions import ToLeader
+from ftcomm.control.host_agent import HostAgentAction
+from ftcomm.control.host_agent_process import HostAgentConfig, HostAgentProcess
 from ftcomm.control.links import listen
 
 KILLED = b"killed"
@@ -78,9 +79,9 @@ class StartedAgent:
 class MeasuredAgent(HostAgentProcess):
     """A production host agent whose messages to and from its leader are counted, and whose cable can be pulled."""
 
-    def __init__(self, charge: AgentCharge, ranks: socket.socket, counts: MessageCounts) -> None:
-        super().__init__(charge, ranks)
-        self._replica, self._counts = charge.replica, counts
+    def __init__(self, config: HostAgentConfig, ranks: socket.socket, counts: MessageCounts) -> None:
+        super().__init__(config, ranks)
+        self._replica, self._counts = config.replica, counts
 
     def begun(self) -> None:
         assert self.up.link is not None
@@ -99,7 +100,7 @@ class MeasuredAgent(HostAgentProcess):
 
     def _waits(self, action: HostAgentAction) -> bool:
         """Count what is said to the leader. Returns whether it leaves when the cable is plugged in."""
-        if not isinstance(action, ToOwnLeader):
+        if not isinstance(action, ToLeader):
             return False
         self._counts.count(self._replica, kind_of(action.message), TO_LEADER, True)
         if self.cable.cuts_link:
@@ -113,8 +114,8 @@ class HostAgents:
     def __init__(self, setup: Setup) -> None:
         self._setup, self._counts = setup, MessageCounts()
         # By the port of their ranks: those that have not been started, and (`living`) those that live.
-        self._waiting: dict[int, tuple[AgentCharge, socket.socket]] = {}
-        self.living: dict[int, tuple[AgentCharge, MeasuredAgent]] = {}
+        self._waiting: dict[int, tuple[HostAgentConfig, socket.socket]] = {}
+        self.living: dict[int, tuple[HostAgentConfig, MeasuredAgent]] = {}
 
     async def open(self) -> int:
         """Returns the port at which ranks start their agents."""
@@ -124,7 +125,7 @@ class HostAgents:
 
     def start(self, replica: int, leader: int) -> dict[str, Any]:
         """Make the ports of the agents of a life of a replica."""
-        for port in [port for port, (charge, _) in self._waiting.items() if charge.replica == replica]:
+        for port in [port for port, (config, _) in self._waiting.items() if config.replica == replica]:
             self._waiting.pop(port)[1].close()
         made: list[AgentPorts] = []
         for first in range(*self._setup.columns):
@@ -132,11 +133,11 @@ class HostAgents:
             if shards and shards.start == first:
                 sock = listen(HOST, 0)
                 made.append(AgentPorts(first, sock.getsockname()[1], self._port))
-                self._waiting[made[-1].ranks] = self._charge(replica, shards, leader), sock
+                self._waiting[made[-1].ranks] = self._config(replica, shards, leader), sock
         return {"agents": made}
 
-    def _charge(self, replica: int, shards: range, leader: int) -> AgentCharge:
-        return AgentCharge(
+    def _config(self, replica: int, shards: range, leader: int) -> HostAgentConfig:
+        return HostAgentConfig(
             *(replica, shards.start, len(shards), self._setup.ranks, os.getpid(), (HOST, leader)),
             *(self._setup.token, "", None, self._setup.timeouts, HOST, logging.WARNING),
         )
@@ -152,12 +153,12 @@ class HostAgents:
             writer.close()
 
     async def _run(self, port: int, reader: asyncio.StreamReader) -> None:
-        charge, sock = self._waiting.pop(port)
-        agent = MeasuredAgent(charge, sock, self._counts)
+        config, sock = self._waiting.pop(port)
+        agent = MeasuredAgent(config, sock, self._counts)
 
         def begun() -> None:
             agent.begun()
-            self.living[port] = charge, agent
+            self.living[port] = config, agent
 
         ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         running = asyncio.ensure_future(agent.run(begun, ended))
@@ -177,8 +178,8 @@ class HostAgents:
     def cut(self, replica: int, pulled: bool) -> dict[str, Any]:
         """Pull the cables of those agents of a replica whose hosts flap, or plug them in again."""
         at = asyncio.get_running_loop().time()
-        for charge, agent in self.living.values():
-            if charge.replica == replica and self._setup.flaps(charge.first):
+        for config, agent in self.living.values():
+            if config.replica == replica and self._setup.flaps(config.first):
                 (agent.cable.pull if pulled else agent.cable.plug)()
         return {"cut": replica, "at": at}
 

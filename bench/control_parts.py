@@ -1,8 +1,8 @@
 """The processes of `ftcomm bench control`, each of which is told what to do by lines of JSON and answers in lines.
 
     coordinator    the production `CoordinatorServer`, with a file of views, or with views in a real etcd
-    leader         the production `LeaderProcess` of a replica, and the production `Agent` of its rank 0, whose data
-                   plane moves no data, in one process
+    leader         the production `LeaderProcess` of a replica, and the production `ControlThread` of its rank 0, whose
+                   data plane moves no data, in one process
     agents         with --agents: the host agents of some columns, each a production `HostAgentProcess`
                    (`bench/control_agents.py`)
     ranks          all other ranks of some columns: `LightRank`
@@ -58,9 +58,9 @@ from ftcomm.control import actions as act
 from ftcomm.control import leaderless, liveness
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.agent import Agent, Gone
+from ftcomm.control.control_thread import ControlThread, Gone
 from ftcomm.control.data_plane import DataPlane
-from ftcomm.control.leader_process import LeaderCharge, LeaderProcess, collect_seldom
+from ftcomm.control.leader_process import LeaderConfig, LeaderProcess, collect_seldom
 from ftcomm.control.limits import RANKS
 from ftcomm.control.links import Link, Listener, listen
 from ftcomm.control.replica_reports import RESUMED
@@ -100,10 +100,10 @@ async def coordinator(setup: Setup) -> None:
 
     store: Path | Store = Path(setup.store)
     if setup.store.startswith("etcd://"):
-        from ftcomm.control.etcd import Place
+        from ftcomm.control.etcd import EtcdPlace
         from ftcomm.control.etcd_store import EtcdStore
 
-        place = Place.parse(setup.store, os.environ)
+        place = EtcdPlace.parse(setup.store, os.environ)
         store = EtcdStore(place, setup.coordinator, setup.timeouts.heartbeat, setup.stands_by)
     server = CoordinatorServer(
         setup.replicas,
@@ -152,14 +152,14 @@ async def leader(setup: Setup) -> None:
     sock, to_ranks = listen(HOST, 0), listen(HOST, 0)
     there = to_ranks.getsockname()
     here = address(sock.getsockname()[1], secrets.token_hex(16), setup.host(setup.replica, 0))
-    charge = LeaderCharge(
+    config = LeaderConfig(
         *(NamedRank.of(setup.replica, 0, there), os.getpid(), liveness.started(), setup.ranks),
         *((HOST, setup.coordinator), setup.token, "", None, setup.timeouts, HOST, here.processes, logging.WARNING),
     )
     never: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    leading = asyncio.ensure_future(LeaderProcess(charge, to_ranks).run(lambda: None, never))
+    leading = asyncio.ensure_future(LeaderProcess(config, to_ranks).run(lambda: None, never))
     leading.add_done_callback(lambda _: os._exit(1))  # it cannot go on
-    agent = Agent(
+    control = ControlThread(
         NoData(),
         coordinator=(HOST, setup.coordinator),
         credentials=setup.credentials,
@@ -174,24 +174,24 @@ async def leader(setup: Setup) -> None:
         timeouts=setup.timeouts,
     )
     say(port=there[1])
-    agent.start()
-    threading.Thread(target=_lead, args=(agent, setup), daemon=True).start()
+    control.start()
+    threading.Thread(target=_lead, args=(control, setup), daemon=True).start()
     await answer({})
 
 
-def _lead(agent: Agent, setup: Setup) -> None:
+def _lead(control: ControlThread, setup: Setup) -> None:
     """The script of rank 0."""
     try:
-        agent.register(FOREVER)
-        view = agent.enter(FOREVER)
+        control.register(FOREVER)
+        view = control.enter(FOREVER)
         assert view is not None
         step = view.step or 0
         while True:
             while setup.step < step:
                 time.sleep(STANDING)
-            if agent.view is not None and setup.replica not in agent.view.contributing:
-                agent.tell(m.CaughtUp(step))
-            agent.boundary(step, None)
+            if control.view is not None and setup.replica not in control.view.contributing:
+                control.tell(m.CaughtUp(step))
+            control.boundary(step, None)
             step += 1
     except Gone as error:
         say(gone=str(error)[:300])
@@ -242,7 +242,7 @@ class LightRank:
         self.ranks.counts.count(self.replica, kind_of(message), way, not self.has_agent)
 
     def _up_lost(self, error: Exception) -> None:
-        """Take the end of the connection as `Agent` does."""
+        """Take the end of the connection as `ControlThread` does."""
         reason, refused = str(error), isinstance(error, ConnectionRefusedError)
         if self.has_agent and refused and self.node.machine.incarnation:
             self.ranks.spawn(self._end_with_agent(reason, lambda: self.node.host_agent_ended(reason)))
@@ -264,7 +264,7 @@ class LightRank:
     def do(self, actions: list[n.RankAction]) -> None:
         said: list[m.Message] = []  # to the leader
         for action in actions if self.alive else ():
-            if isinstance(action, n.Up):
+            if isinstance(action, act.ToLeader):
                 self._count(action.message, TO_LEADER)
                 said.append(action.message)
                 continue

@@ -13,6 +13,12 @@ from ftcomm.control import messages as m
 from ftcomm.control.views import View
 
 
+class ToLeader(msgspec.Struct, frozen=True):
+    """Send a message to the leader of this replica, by the host agent if there is one."""
+
+    message: m.Message
+
+
 class Freeze(msgspec.Struct, frozen=True):
     """Make links to the members of `view`, drop those to others, and stop the exchange; answer with `quiesced`."""
 

@@ -1,7 +1,7 @@
 """A process beside a rank, which watches the end of the rank: its witness, or the leader of its replica.
 
     rank         python -m MODULE        with a connection in place of the standard input
-                 the charge, a pidfd of the rank itself, and what else the companion has to hold
+                 the configuration, a pidfd of the rank itself, and what else the companion has to hold
     companion    its pid                 it has begun
     rank         "x"                     it ends as it should
 
@@ -30,8 +30,8 @@ from ftcomm.control.wait_for import wait_for
 
 _BEGIN = 60.0  # s for Python to start on a busy machine
 _LOOK = 0.01  # s between two checks whether the starter of the companion has ended
-_LONGEST = 1 << 16  # bytes of the longest charge
-_FDS = 4  # descriptors with a charge, at most
+_LONGEST = 1 << 16  # bytes of the longest configuration
+_FDS = 4  # descriptors with a configuration, at most
 
 
 class Companion:
@@ -41,7 +41,7 @@ class Companion:
     def __init__(
         self,
         module: str,
-        charge: bytes,
+        config: bytes,
         descriptors: tuple[int, ...],
         environment: Mapping[str, str],
         errors: int | IO[bytes] | None = subprocess.DEVNULL,
@@ -55,7 +55,7 @@ class Companion:
             try:
                 self._sock = keep_from_children(ours)
                 self._sock.setblocking(False)
-                socket.send_fds(self._sock, [charge], descriptors)
+                socket.send_fds(self._sock, [config], descriptors)
                 self._starter = subprocess.Popen(
                     [sys.executable, "-m", module],
                     stdin=theirs.fileno(),
@@ -114,8 +114,8 @@ def own_end() -> int:
 # -- in the companion ------------------------------------------------------------------------------------------------
 
 
-def charged() -> tuple[socket.socket, bytes, list[int]]:
-    """Become the companion: returns its end of the connection, the charge, and the descriptors that came with it."""
+def become_companion() -> tuple[socket.socket, bytes, list[int]]:
+    """Become the companion. Returns its end of the connection, its configuration, and the descriptors that came."""
     if os.fork():
         os._exit(0)
     sock = socket.socket(fileno=sys.stdin.fileno())

@@ -44,7 +44,7 @@ Json = dict[str, Any]
 A = TypeVar("A")
 
 
-class Away(Exception):
+class EtcdAway(Exception):
     """No endpoint has answered that could: try again. The request may have been carried out all the same."""
 
 
@@ -53,7 +53,7 @@ class EtcdRefused(StoreError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class EtcdPlace:
     """The place of the keys of one job."""
 
     endpoints: tuple[tuple[str, int], ...]
@@ -69,7 +69,7 @@ class Place:
         return f"{SCHEME}{','.join(f'{host}:{port}' for host, port in self.endpoints)}{self.prefix}"
 
     @classmethod
-    def parse(cls, url: str, env: Mapping[str, str]) -> Place:
+    def parse(cls, url: str, env: Mapping[str, str]) -> EtcdPlace:
         """Parses an address. Raises `StoreError`, which repeats no password."""
         names, _, prefix = url.removeprefix(SCHEME).partition("/")
         if "@" in names:
@@ -109,10 +109,10 @@ class Place:
 
 
 class Etcd:
-    """The requests. Every call blocks for at most `timeout` seconds per endpoint, and raises `Away` or `EtcdRefused`.
-    For one thread at a time. The endpoint that has answered is asked first the next time."""
+    """The requests. Every call blocks for at most `timeout` seconds per endpoint, and raises `EtcdAway` or
+    `EtcdRefused`. For one thread at a time. The endpoint that has answered is asked first the next time."""
 
-    def __init__(self, place: Place, timeout: float) -> None:
+    def __init__(self, place: EtcdPlace, timeout: float) -> None:
         self.place, self.timeout = place, timeout
         self._clients = [
             etcd3gw.Etcd3Client(
@@ -166,7 +166,7 @@ class Etcd:
             self._first = index
             return answer
         self._first = (self._first + 1) % len(self._clients)
-        raise Away("; ".join(away))
+        raise EtcdAway("; ".join(away))
 
     def _authenticated(self, client: etcd3gw.Etcd3Client, kind: type[A], path: str, body: Json) -> A:
         if not self.place.user:

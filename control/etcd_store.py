@@ -77,7 +77,7 @@ class EtcdStore(Store):
     for that for as long as it takes. All methods belong to one event loop, which never waits for etcd: requests go out
     in threads."""
 
-    def __init__(self, place: etcd.Place, port: int, lease: float, standby: bool = False) -> None:
+    def __init__(self, place: etcd.EtcdPlace, port: int, lease: float, standby: bool = False) -> None:
         self.name, self._standby = str(place), standby
         self.views = []
         self._shard = min(stored_views.SHARD, place.request // 2)  # bytes
@@ -128,7 +128,7 @@ class EtcdStore(Store):
             looked = now()
             try:
                 there = await self._attempt(met)
-            except etcd.Away as away:
+            except etcd.EtcdAway as away:
                 if not self._number and met is None and now() - began > ANSWER_TIMEOUT:
                     raise StoreError(f"etcd cannot be used ({away}). {_mend(self.name)}") from None
                 await asyncio.sleep(PAUSE)
@@ -257,7 +257,7 @@ class EtcdStore(Store):
             asked = now()
             try:
                 seconds = await self._ask(self._beats.keep_alive, self._lease)
-            except (etcd.Away, etcd.EtcdRefused):
+            except (etcd.EtcdAway, etcd.EtcdRefused):
                 pass
             else:
                 if not seconds or now() >= self._until:  # not sure for a moment, in which decisions were not sent
@@ -316,7 +316,7 @@ class EtcdStore(Store):
         while True:
             try:
                 answer = await self._ask(self._etcd.txn, compare, what, self._looks())
-            except etcd.Away:
+            except etcd.EtcdAway:
                 await asyncio.sleep(PAUSE)
                 continue
             owner = answer.found().get(self._owner)
@@ -356,7 +356,7 @@ class EtcdStore(Store):
             try:
                 await self._ask(work)
                 return
-            except (etcd.Away, etcd.EtcdRefused) as error:
+            except (etcd.EtcdAway, etcd.EtcdRefused) as error:
                 if now() > end or isinstance(error, etcd.EtcdRefused):
                     self.tell(f"etcd does not do it ({error}): {otherwise}")
                     return
@@ -368,7 +368,7 @@ class EtcdStore(Store):
         thread = BEATS if work == self._beats.keep_alive else REQUESTS
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self._threads[thread], work, *args)
-        except etcd.Away as away:
+        except etcd.EtcdAway as away:
             if not self._unheard:
                 self.tell(
                     f"etcd cannot be used ({away}): training goes on, and no replica can join or be replaced until it "

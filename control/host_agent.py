@@ -23,15 +23,12 @@ from collections.abc import Sequence
 import msgspec
 
 from ftcomm.control import messages as m
+from ftcomm.control.actions import ToLeader
 from ftcomm.control.detector import Detector
 from ftcomm.control.merged import Merge, Merged
 from ftcomm.control.replica_reports import Losses
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
-
-
-class ToOwnLeader(msgspec.Struct, frozen=True):
-    message: m.AgentHello | m.RankLost | m.Enclosed
 
 
 class ToRanks(msgspec.Struct, frozen=True):
@@ -45,7 +42,7 @@ class EndConnections(msgspec.Struct, frozen=True):
     """End the connections of all ranks, which make them again."""
 
 
-HostAgentAction = ToOwnLeader | ToRanks | EndConnections
+HostAgentAction = ToLeader | ToRanks | EndConnections
 
 LEADER = "leader"  # the only peer that an agent watches
 
@@ -90,8 +87,8 @@ class HostAgent:
         """Note that the connection to the leader is there, for the first time or again."""
         self._above.heard(LEADER, now)
         self._openings += 1
-        hello = ToOwnLeader(m.AgentHello(self.address, self.life, self._openings))
-        return [hello, *map(ToOwnLeader, self._ended.values()), *self._begin_anew()]
+        hello = ToLeader(m.AgentHello(self.address, self.life, self._openings))
+        return [hello, *map(ToLeader, self._ended.values()), *self._begin_anew()]
 
     def _begin_anew(self) -> list[HostAgentAction]:
         self._lost, self._silent = None, False
@@ -196,7 +193,7 @@ class HostAgent:
 
     def _tell_lost(self, lost: m.RankLost) -> list[HostAgentAction]:
         """Say what this agent itself has found out, after all that the rank has said."""
-        return [*self.flush(), ToOwnLeader(lost)] if self._lost is None else []
+        return [*self.flush(), ToLeader(lost)] if self._lost is None else []
 
     @property
     def holds(self) -> bool:
@@ -210,8 +207,8 @@ class HostAgent:
     def _tell(self, said: Sequence[Merge]) -> list[HostAgentAction]:
         return [self._enclosed(shards, message) for shards, message in said]
 
-    def _enclosed(self, shards: tuple[int, ...], message: m.Message) -> ToOwnLeader:
-        return ToOwnLeader(m.Enclosed(shards, message))  # type: ignore[arg-type]
+    def _enclosed(self, shards: tuple[int, ...], message: m.Message) -> ToLeader:
+        return ToLeader(m.Enclosed(shards, message))  # type: ignore[arg-type]
 
     # -- time ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The process of a host agent: between the leader of a replica that has ranks on several hosts, and its ranks on one.
 The first rank of the host starts it, as its companion.
 
-    python -m ftcomm.control.host_agent_process     with the charge, and the socket to which the ranks come
+    python -m ftcomm.control.host_agent_process     with its configuration, and the socket to which the ranks come
 
 It ends with that rank, and the replica ends with either:
 
@@ -26,13 +26,14 @@ import msgspec
 
 from ftcomm.control import handshake, liveness
 from ftcomm.control import messages as m
-from ftcomm.control.companion import charged
+from ftcomm.control.actions import ToLeader
+from ftcomm.control.companion import become_companion
 from ftcomm.control.companion_loop import LAST, Tasks, prepare, run_companion, within
 from ftcomm.control.dropped import drop
-from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToOwnLeader
+from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction
 from ftcomm.control.leader_driver import AGENT
 from ftcomm.control.links import Listener, listen
-from ftcomm.control.rank_connections import RankConnections, RankListener, Sought, seek
+from ftcomm.control.rank_connections import ProbeListener, RankConnections, RankListener, probe_until_known
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.tls import Files, Tls
@@ -45,7 +46,7 @@ from ftcomm.control.witness import PURPOSE as WITNESS
 HELD = 0.02  # s for which a message waits for the same one of other ranks
 
 
-class AgentCharge(msgspec.Struct, frozen=True):
+class HostAgentConfig(msgspec.Struct, frozen=True):
     """All that a host agent has to know."""
 
     replica: int
@@ -72,34 +73,34 @@ class AgentCharge(msgspec.Struct, frozen=True):
         return handshake.Credentials(self.token, self.job, tls)
 
 
-_CHARGE = msgspec.json.Decoder(AgentCharge)
+_CONFIG = msgspec.json.Decoder(HostAgentConfig)
 
 
 class HostAgentProcess:
     """Drives a host agent in the event loop in which it is made, until the rank that has started it has ended."""
 
-    def __init__(self, charge: AgentCharge, ranks: socket.socket) -> None:
+    def __init__(self, config: HostAgentConfig, ranks: socket.socket) -> None:
         """`ranks` listens for them; `own` is where the leader asks whether this lives."""
-        self._charge, self._socket, self._credentials = charge, ranks, charge.credentials
-        self.own = listen(charge.host, 0)  # where the leader finds it: that of the ranks may be a loopback
+        self._config, self._socket, self._credentials = config, ranks, config.credentials
+        self.own = listen(config.host, 0)  # where the leader finds it: that of the ranks may be a loopback
         nonce = secrets.token_hex(16)
         here = Address(
-            *(charge.host, self.own.getsockname()[1], liveness.boot(), os.getpid(), 0, nonce),
+            *(config.host, self.own.getsockname()[1], liveness.boot(), os.getpid(), 0, nonce),
             network=liveness.network(),
             pids=liveness.pids(),
         )
-        shards = range(charge.first, charge.first + charge.count)
-        self.node = HostAgent(shards, charge.ranks, charge.timeouts, here, liveness.processes())
+        shards = range(config.first, config.first + config.count)
+        self.node = HostAgent(shards, config.ranks, config.timeouts, here, liveness.processes())
         self._connections = RankConnections(
             RankListener(self.node.turned_away, self._from_rank, self._rank_closed), EncodedOnce()
         )
         self.ranks = self._connections.told
         self.up = UpwardLink(
-            *(NamedRank.of(charge.replica, charge.first, charge.leader), "leader of the replica", charge.leader),
+            *(NamedRank.of(config.replica, config.first, config.leader), "leader of the replica", config.leader),
             self._credentials,
             AGENT,
-            charge.fields,
-            charge.host,
+            config.fields,
+            config.host,
             on_open=self._opened,
             on_lost=self._lost,
             trains=lambda: bool(self.node.life),
@@ -155,9 +156,9 @@ class HostAgentProcess:
     # -- the ranks -----------------------------------------------------------------------------------------------
 
     async def _serve(self, channel: Channel, opening: handshake.Opening) -> None:
-        first, last = self._charge.first, self._charge.first + self._charge.count - 1
+        first, last = self._config.first, self._config.first + self._config.count - 1
         if opening.purpose == "rank":
-            handshake.number(opening.fields, "replica", least=self._charge.replica, most=self._charge.replica)
+            handshake.number(opening.fields, "replica", least=self._config.replica, most=self._config.replica)
             await self._connections.serve(channel, handshake.number(opening.fields, "shard", least=first, most=last))
             return
         channel.close()
@@ -179,20 +180,20 @@ class HostAgentProcess:
     def _rank_closed(self, shard: int, why: str) -> None:
         self._do(self.node.rank_closed, shard)
         there = self.node.addresses[shard]
-        tell = Sought(
+        listener = ProbeListener(
             is_back=lambda: shard in self.ranks,
-            ended=lambda: self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended"),
+            ended=lambda: self._do(self.node.rank_lost, shard, liveness.why_lost(there)),
             refused=lambda: self._do(self.node.rank_refused, shard, why),
             acknowledged=lambda at: None,  # the kernel of this host answers for it
         )
-        self._tasks.spawn(seek(there, self._credentials, self._charge.timeouts, tell))
+        self._tasks.spawn(probe_until_known(there, self._credentials, self._config.timeouts, listener))
 
     # -- what the node wants -------------------------------------------------------------------------------------
 
     def _do(self, event: Callable[..., Sequence[HostAgentAction]], *args: Any) -> None:
         """Tell the node of an event, and carry out its actions."""
         for action in event(*args):
-            if isinstance(action, ToOwnLeader):
+            if isinstance(action, ToLeader):
                 if self.up.link is not None:
                     self.up.link.send(action.message)
             elif isinstance(action, EndConnections):
@@ -211,7 +212,7 @@ class HostAgentProcess:
 
     async def _beats(self) -> None:
         while True:
-            await asyncio.sleep(self._charge.timeouts.beat)
+            await asyncio.sleep(self._config.timeouts.beat)
             now = time.monotonic()
             seconds = None if self.up.link is None else self.up.link.unanswered()
             if self.node.asks and seconds is not None:  # before anything more is sent
@@ -221,9 +222,9 @@ class HostAgentProcess:
     async def _end(self, well: bool) -> None:
         """Take what the first rank has said last, say that it has ended, and let the others hear what the leader
         answers: why their replica ends, or that all of it have finished."""
-        await within(LAST, self._connections.closed(self._charge.first))
+        await within(LAST, self._connections.closed(self._config.first))
         if not well:
-            self._do(self.node.rank_lost, self._charge.first, f"its process {self._charge.pid} has ended")
+            self._do(self.node.rank_lost, self._config.first, f"its process {self._config.pid} has ended")
             await within(LAST, self._settled.wait())  # it hears that with the next connection, if there is none
         self._do(self.node.flush)
         up = [] if self.up.link is None else [self.up.link.flushed()]
@@ -244,11 +245,11 @@ async def _all(*waits: Coroutine[Any, Any, None]) -> None:
 
 
 def main() -> None:
-    sock, data, descriptors = charged()
-    charge = _CHARGE.decode(data)
-    prepare(charge.level)
-    name = f"the agent of shards {charge.first} to {charge.first + charge.count - 1} of replica {charge.replica}"
-    os._exit(run_companion(name, lambda ranks: HostAgentProcess(charge, ranks), sock, descriptors))
+    sock, data, descriptors = become_companion()
+    config = _CONFIG.decode(data)
+    prepare(config.level)
+    name = f"the host agent of shards {config.first} to {config.first + config.count - 1} of replica {config.replica}"
+    os._exit(run_companion(name, lambda ranks: HostAgentProcess(config, ranks), sock, descriptors))
 
 
 if __name__ == "__main__":

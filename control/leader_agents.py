@@ -19,7 +19,7 @@ from ftcomm.control.dropped import drop
 from ftcomm.control.leader import ToRank
 from ftcomm.control.leader_node import LeaderNode, LeaderNodeAction
 from ftcomm.control.liveness import agent_ended
-from ftcomm.control.rank_connections import Sought
+from ftcomm.control.rank_connections import ProbeListener
 from ftcomm.control.views import Address
 
 
@@ -117,7 +117,7 @@ class LeaderAgents(Generic[AgentConnectionT]):
             self._do(self._node.rank_lost if lost.proof else self._node.rank_refused, lost.shard, lost.reason)
 
     def closed(self, connection: AgentConnectionT) -> Address | None:
-        """Note the end of a connection. Returns where the agent is, which is to be sought; None if it has connected
+        """Note the end of a connection. Returns where the agent is, which is to be probed; None if it has connected
         again, or did not count."""
         self._forget(connection)
         if self.connections.get(connection.shards) is not connection:
@@ -130,14 +130,14 @@ class LeaderAgents(Generic[AgentConnectionT]):
             if self.carried.get(shard) is connection:
                 del self.carried[shard]
 
-    def sought(self, shards: range, there: Address, why: str, is_over: Callable[[], bool]) -> Sought:
+    def probe_listener(self, shards: range, there: Address, why: str, is_over: Callable[[], bool]) -> ProbeListener:
         """Returns who hears what becomes of an agent whose connection has ended. The replica ends with it; as long as
         it lives, so do its ranks, as far as this host knows. With `is_over` nobody wants to know any more."""
 
         def acknowledged(at: float) -> None:
             self._do(self._node.agent_acknowledged, shards, at)
 
-        return Sought(
+        return ProbeListener(
             is_back=lambda: shards in self.connections or is_over(),
             ended=lambda: self._do(self._node.rank_lost, shards.start, agent_ended(there.pid)),
             refused=lambda: self._do(self._node.rank_refused, shards.start, f"its host agent is lost: {why}"),

@@ -13,7 +13,8 @@ from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_agents import LeaderAgents
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import ToldAgent, serve_messages
-from ftcomm.control.rank_connections import RankConnections, RankListener, Sought, seek
+from ftcomm.control.liveness import why_lost
+from ftcomm.control.rank_connections import ProbeListener, RankConnections, RankListener, probe_until_known
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
@@ -162,13 +163,13 @@ class LeaderDriver:
 
     def _rank_closed(self, shard: int, why: str) -> None:
         there = self.node.leader.addresses[shard]
-        tell = Sought(
+        listener = ProbeListener(
             is_back=lambda: shard in self.ranks or shard in self.agents.carried or self.up.link is None,
-            ended=lambda: self._do(self.node.rank_lost, shard, f"its process {there.pid} has ended"),
+            ended=lambda: self._do(self.node.rank_lost, shard, why_lost(there)),
             refused=lambda: self._do(self.node.rank_refused, shard, why),
             acknowledged=lambda at: self._do(self.node.rank_acknowledged, shard, at),
         )
-        self._spawn(seek(there, self._credentials, self._timeouts, tell))
+        self._spawn(probe_until_known(there, self._credentials, self._timeouts, listener))
 
     # -- host agents ---------------------------------------------------------------------------------------------
 
@@ -180,5 +181,5 @@ class LeaderDriver:
 
         why = await serve_messages(channel, received, lambda writer: told.append(ToldAgent(writer, self._once, shards)))
         if told and (there := self.agents.closed(told[0])) is not None:
-            tell = self.agents.sought(shards, there, why, is_over=lambda: self.up.link is None)
-            self._spawn(seek(there, self._credentials, self._timeouts, tell))
+            listener = self.agents.probe_listener(shards, there, why, is_over=lambda: self.up.link is None)
+            self._spawn(probe_until_known(there, self._credentials, self._timeouts, listener))

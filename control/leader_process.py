@@ -1,6 +1,6 @@
 """The process of the leader of a replica that has several ranks. Shard 0 starts it, as its companion.
 
-    python -m ftcomm.control.leader_process     with the charge, and the socket to which the ranks come
+    python -m ftcomm.control.leader_process     with its configuration, and the socket to which the ranks come
 
 So no interpreter of a training carries the control of the other ranks: while that of shard 0 is held (a compilation,
 a long C call, a debugger), they hear of views. The two end with each other, and the replica with them:
@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from ftcomm.control import handshake
-from ftcomm.control.companion import charged
+from ftcomm.control.companion import become_companion
 from ftcomm.control.companion_loop import LAST, Tasks, prepare, run_companion, within
 from ftcomm.control.dropped import drop
 from ftcomm.control.hopeless import ask_until_over
@@ -43,7 +43,7 @@ from ftcomm.control.unstarted import NamedRank, asking_times
 GARBAGE = 50_000  # objects that are made and not freed before the garbage collector looks
 
 
-class LeaderCharge(msgspec.Struct, frozen=True):
+class LeaderConfig(msgspec.Struct, frozen=True):
     """All that a leader has to know."""
 
     rank: NamedRank  # shard 0
@@ -66,23 +66,23 @@ class LeaderCharge(msgspec.Struct, frozen=True):
         return handshake.Credentials(self.token, self.job, tls)
 
 
-_CHARGE = msgspec.json.Decoder(LeaderCharge)
+_CONFIG = msgspec.json.Decoder(LeaderConfig)
 
 
 class LeaderProcess:
     """Drives a leader in the event loop in which it is made, until shard 0 has ended."""
 
     def __init__(
-        self, charge: LeaderCharge, ranks: socket.socket, moved: Callable[[tuple[str, int]], None] = lambda there: None
+        self, config: LeaderConfig, ranks: socket.socket, moved: Callable[[tuple[str, int]], None] = lambda there: None
     ) -> None:
         """`ranks` listens for them; `moved` is as of `LeaderDriver`."""
-        self._charge, self._socket = charge, ranks
-        self._credentials = charge.credentials
+        self._config, self._socket = config, ranks
+        self._credentials = config.credentials
         self._tasks = Tasks()
-        replica, timeouts = charge.rank.replica, charge.timeouts
-        self.node = LeaderNode(replica, charge.life, charge.ranks, timeouts, state_of, processes=charge.processes)
+        replica, timeouts = config.rank.replica, config.timeouts
+        self.node = LeaderNode(replica, config.life, config.ranks, timeouts, state_of, processes=config.processes)
         self.driver = LeaderDriver(
-            *(self.node, charge.rank, self._credentials, charge.coordinator, charge.host, timeouts),
+            *(self.node, config.rank, self._credentials, config.coordinator, config.host, timeouts),
             do=self._do,
             spawn=self._tasks.spawn,
             trains=lambda: self.node.leader.view is not None,
@@ -96,12 +96,12 @@ class LeaderProcess:
         self._tasks.spawn(self._beats())
         self._tasks.spawn(
             ask_until_over(
-                *(self._charge.rank, self._charge.coordinator, self._credentials),
-                asking_times(0, self._charge.ranks, self._charge.timeouts.heartbeat),
+                *(self._config.rank, self._config.coordinator, self._credentials),
+                asking_times(0, self._config.ranks, self._config.timeouts.heartbeat),
                 over=lambda: any(view is not None for view in self.node.views),
                 alone=lambda: True,
                 tell=lambda told: self._do(self.node.from_coordinator, told),
-                started=self._charge.started,
+                started=self._config.started,
             )
         )
         begun()
@@ -115,7 +115,7 @@ class LeaderProcess:
 
     async def _beats(self) -> None:
         while True:
-            await asyncio.sleep(self._charge.timeouts.beat)
+            await asyncio.sleep(self._config.timeouts.beat)
             self.driver.look()
             self._do(self.node.tick, time.monotonic())
 
@@ -131,7 +131,7 @@ class LeaderProcess:
         await within(LAST, self.driver.closed(0))
         self._tasks.cancel()
         if not well:
-            self._do(self.node.rank_lost, 0, f"its process {self._charge.pid} has ended")
+            self._do(self.node.rank_lost, 0, f"its process {self._config.pid} has ended")
         await within(LAST, self.driver.flushed())
         self.driver.close()
 
@@ -144,14 +144,14 @@ def collect_seldom() -> None:
 
 
 def main() -> None:
-    sock, data, descriptors = charged()
-    charge = _CHARGE.decode(data)
-    prepare(charge.level)
-    who = charge.coordinator, charge.credentials, charge.rank.replica, charge.life
-    witness = LeaderWitness(*who, charge.timeouts.give_up, (sock.fileno(), *descriptors))
+    sock, data, descriptors = become_companion()
+    config = _CONFIG.decode(data)
+    prepare(config.level)
+    who = config.coordinator, config.credentials, config.rank.replica, config.life
+    witness = LeaderWitness(*who, config.timeouts.give_up, (sock.fileno(), *descriptors))
     collect_seldom()
-    name = f"the leader of replica {charge.rank.replica}"
-    code = run_companion(name, lambda ranks: LeaderProcess(charge, ranks, witness.moved), sock, descriptors)
+    name = f"the leader of replica {config.rank.replica}"
+    code = run_companion(name, lambda ranks: LeaderProcess(config, ranks, witness.moved), sock, descriptors)
     if code == 0:
         witness.dismiss()
     os._exit(code)

@@ -29,7 +29,7 @@ from ftcomm.control.liveness import unanswered
 from ftcomm.control.rate_limit import HandshakeRateLimit, source_of
 from ftcomm.control.sealed import Channel
 from ftcomm.control.socket_events import socket_events
-from ftcomm.control.view_differences import EncodedOnce, UntoldError, ViewsReceived, ViewsSent
+from ftcomm.control.view_differences import EncodedOnce, ViewDifferenceError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
 
@@ -91,7 +91,7 @@ class _Messages:
         try:
             for payload in self._channel.arrived(data, wire.MAX_MESSAGE):
                 self._take(payload)
-        except (UntoldError, OSError) as error:
+        except (ViewDifferenceError, OSError) as error:
             self.end(error)
         except Exception as error:
             drop("internal", f"on input: {error!r}; it connects again", error=error)
@@ -110,7 +110,7 @@ class _Messages:
             drop("internal", f"{type(message).__name__}: {error!r}", error=error)
 
     def end(self, error: Exception | None) -> None:
-        if isinstance(error, UntoldError):
+        if isinstance(error, ViewDifferenceError):
             drop("message", f"{error}; it connects again")
         if not self.ended.done():
             self.ended.set_result(str(error or "") or "its connection closed")

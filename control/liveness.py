@@ -149,6 +149,13 @@ def leader_described(seconds: float) -> str:
     )
 
 
+def why_lost(there: Address) -> str:
+    """Returns why the rank at an address is lost, where it is not found any more."""
+    if there.processes == processes() and not is_ending(there):
+        return f"its process {there.pid} runs, and takes no part in the job any more"
+    return f"its process {there.pid} has ended"
+
+
 def agent_described(shards: range, seconds: float) -> str:
     """Describes the agent of the host of some ranks, as `described` does a rank."""
     return (

@@ -7,12 +7,8 @@ import enum
 import msgspec
 
 from ftcomm.control import messages as m
-from ftcomm.control.actions import EnterView, Failed, Freeze, GoOn, JoinPending, Known, Passed
+from ftcomm.control.actions import EnterView, Failed, Freeze, GoOn, JoinPending, Known, Passed, ToLeader
 from ftcomm.control.views import View
-
-
-class ToLeader(msgspec.Struct, frozen=True):
-    message: m.Message
 
 
 class ToMember(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ own):
     Leader       <->  Member      the same, for each rank of its replica; in process if it has one rank
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary; it goes through
                                   the links of shard 0 of each replica
-    Leader       <->  Agent       of another host, for all ranks there: Enclosed, each a message of the lines before
-    Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive,
+    Leader       <->  Host agent  of another host, for all ranks there: Enclosed, each a message of the lines before
+    Member       <->  Member      MemberProgress: what each holds, after a view change, within one shard group; Alive,
                                 RemovedIn
 """
 

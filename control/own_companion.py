@@ -20,14 +20,14 @@ class OwnCompanion:
     what = ""
     module = ""
 
-    def __init__(self, charge: msgspec.Struct, listening: socket.socket) -> None:
+    def __init__(self, config: msgspec.Struct, listening: socket.socket) -> None:
         """Starts it. It gets `listening`, to which the ranks come, and nobody listens there once it has ended. Raises
         `OSError`."""
         environment = {name: value for name, value in os.environ.items() if name != "FTCOMM_TOKEN"}
         end = own_end()
         descriptors = (listening.fileno(), *([end] if end >= 0 else []))
         try:
-            self._process = Companion(self.module, msgspec.json.encode(charge), descriptors, environment, errors=None)
+            self._process = Companion(self.module, msgspec.json.encode(config), descriptors, environment, errors=None)
         finally:
             listening.close()
             if end >= 0:

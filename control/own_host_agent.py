@@ -7,7 +7,7 @@ import socket
 from typing import NamedTuple
 
 from ftcomm.control.handshake import Credentials
-from ftcomm.control.host_agent_process import AgentCharge
+from ftcomm.control.host_agent_process import HostAgentConfig
 from ftcomm.control.liveness import agent_ended
 from ftcomm.control.own_companion import OwnCompanion, log_level
 from ftcomm.control.timeouts import Timeouts
@@ -39,11 +39,11 @@ class OwnHostAgent(OwnCompanion):
         """Starts it for `shards` of the `ranks` of a replica, on this host, which has the address `host`; `listening`
         is as of `OwnCompanion`. Raises `OSError`."""
         tls = None if credentials.tls is None else credentials.tls.files
-        charge = AgentCharge(
+        config = HostAgentConfig(
             *(replica, shards.start, len(shards), ranks, os.getpid(), leader, credentials.token, credentials.job, tls),
             *(timeouts, host, log_level()),
         )
-        super().__init__(charge, listening)
+        super().__init__(config, listening)
 
     def why(self, pid: int) -> str:
         return agent_ended(pid)

@@ -7,7 +7,7 @@ import socket
 
 from ftcomm.control import leaderless
 from ftcomm.control.handshake import Credentials
-from ftcomm.control.leader_process import LeaderCharge
+from ftcomm.control.leader_process import LeaderConfig
 from ftcomm.control.liveness import started
 from ftcomm.control.own_companion import OwnCompanion, log_level
 from ftcomm.control.timeouts import Timeouts
@@ -30,11 +30,11 @@ class OwnLeader(OwnCompanion):
     ) -> None:
         """Starts it for a shard 0 that is reached at `here`; `listening` is as of `OwnCompanion`. Raises `OSError`."""
         tls = None if credentials.tls is None else credentials.tls.files
-        charge = LeaderCharge(
+        config = LeaderConfig(
             *(rank, os.getpid(), started(), ranks, coordinator, credentials.token, credentials.job, tls),
             *(timeouts, here.host, here.processes, log_level()),
         )
-        super().__init__(charge, listening)
+        super().__init__(config, listening)
 
     def why(self, pid: int) -> str:
         return leaderless.reason(pid)

@@ -9,7 +9,7 @@ from ftcomm.control.control_loop import ControlLoop
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.liveness import processes
 from ftcomm.control.rank_name import rank_name
-from ftcomm.control.witness import Charge, Witness
+from ftcomm.control.witness import Witness, WitnessConfig
 
 log = logging.getLogger("ftcomm.control")
 
@@ -31,9 +31,9 @@ class OwnWitness:
         assert self._leader is not None
         token, job, tls = self._credentials.token, self._credentials.job, self._credentials.tls
         files = None if tls is None else tls.files
-        charge = self._nonce, self._control.node.shard, self._leader, token, job, files
+        fields = self._nonce, self._control.node.shard, self._leader, token, job, files
         try:
-            self.called = Witness(Charge(*charge, self._control.timeouts.give_up))
+            self.called = Witness(WitnessConfig(*fields, self._control.timeouts.give_up))
         except OSError as error:
             self._unwitnessed(str(error))
         else:

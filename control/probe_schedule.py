@@ -30,7 +30,9 @@ PAUSE = 1.0  # s between two probes of the same process; less in the beginning
 WITNESSES = 4  # how many hosts are probed when another one refuses
 
 
-class Why(enum.Enum):
+class ProbeReason(enum.Enum):
+    """The reason to probe a process; the list above says what each is for."""
+
     SEARCH = "search"
     ACCUSED = "accused"
     SEVERED = "severed"
@@ -56,7 +58,7 @@ class Probe(msgspec.Struct, frozen=True):
     at `address` holds its interpreter.
     """
 
-    why: Why
+    why: ProbeReason
     life: Life
     shard: int
     address: Address
@@ -128,7 +130,7 @@ class Suspicions:
         search.last, search.probing = now, True
         call = away and now - search.begun >= PAUSE  # it will not connect by itself
         also = member.ranks[1] if call and len(member.ranks) > 1 else None
-        return [Probe(Why.SEARCH, life, 0, member.ranks[0], call, also)]
+        return [Probe(ProbeReason.SEARCH, life, 0, member.ranks[0], call, also)]
 
     def heard(self, life: Life) -> None:
         """Note that a process speaks."""
@@ -170,7 +172,7 @@ class Suspicions:
 
     def ask(self, accusation: Accusation, address: Address, now: float) -> Probe:
         self._asked[accusation.life, accusation.shard] = now
-        return Probe(Why.ACCUSED, accusation.life, accusation.shard, address)
+        return Probe(ProbeReason.ACCUSED, accusation.life, accusation.shard, address)
 
     def drop(self, accusation: Accusation) -> None:
         self._accused.pop((accusation.life, accusation.shard), None)
@@ -182,7 +184,7 @@ class Suspicions:
         if (life, shard) in self._severed:
             return []
         self._severed.add((life, shard))
-        return [Probe(Why.SEVERED, life, shard, address)]
+        return [Probe(ProbeReason.SEVERED, life, shard, address)]
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +194,7 @@ class Suspicions:
         """Note that the host at `address` refuses a rank. `hosts` are ranks of other hosts, one each, to serve as
         witnesses."""
         self._refusals[life, shard] = _Refusal(address, now, why)
-        return [Probe(Why.WITNESS, life, shard, there) for there in list(hosts)[:WITNESSES]]
+        return [Probe(ProbeReason.WITNESS, life, shard, there) for there in list(hosts)[:WITNESSES]]
 
     def why(self, probe: Probe) -> str:
         """Returns what is said of the process that a probe is about."""
@@ -209,24 +211,23 @@ class Suspicions:
         """Returns what follows from the `outcome` of a probe: a conclusion, an accusation to decide on, or the next
         probe."""
         key = probe.life, probe.shard
-        if probe.why is Why.SEARCH:
+        if probe.why is ProbeReason.SEARCH:
             return self._searched(probe.life, outcome, now)
-        if probe.why is Why.ACCUSED:
+        if probe.why is ProbeReason.ACCUSED:
             self._asked.pop(key, None)
             accusation = self._accused.get(key)
             refuted = outcome is ProbeOutcome.ANSWERED
             return Conclusion.NOTHING if accusation is None else accusation._replace(refuted=refuted)
-        if probe.why is Why.SEVERED:
+        if probe.why is ProbeReason.SEVERED:
             self._severed.discard(key)
             return Conclusion.LIVES if outcome is ProbeOutcome.ANSWERED else Conclusion.NOTHING
         refusal = self._refusals.get(key)
         if refusal is None:
             return Conclusion.NOTHING
-        if probe.why is Why.WITNESS:
+        if probe.why is ProbeReason.WITNESS:
             taken = outcome in (ProbeOutcome.ANSWERED, ProbeOutcome.MUTE)
-            return (
-                msgspec.structs.replace(probe, why=Why.AGAIN, address=refusal.address) if taken else Conclusion.NOTHING
-            )
+            again = msgspec.structs.replace(probe, why=ProbeReason.AGAIN, address=refusal.address)
+            return again if taken else Conclusion.NOTHING
         if outcome is ProbeOutcome.ENDED:
             return Conclusion.ENDED
         return Conclusion.GONE if outcome is ProbeOutcome.REFUSED else Conclusion.NOTHING

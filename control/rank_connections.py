@@ -71,8 +71,8 @@ class RankConnections:
             way.close()
 
 
-class Sought(NamedTuple):
-    """Hears what is found out about a process whose connection has ended."""
+class ProbeListener(NamedTuple):
+    """Hears what probes find out about a process whose connection has ended."""
 
     is_back: Callable[[], bool]  # there is a connection again, or nobody wants to know any more
     ended: Callable[[], None]
@@ -80,7 +80,7 @@ class Sought(NamedTuple):
     acknowledged: Callable[[float], None]  # when its kernel has answered
 
     def take(self, outcome: ProbeOutcome, now: float, begun: float, timeouts: Timeouts) -> bool:
-        """Take what a probe has found out; the search has `begun` at its first one. Returns whether it is over."""
+        """Take what a probe has found out; `begun`: when the first one did. Returns whether no more is needed."""
         if self.is_back():
             return True
         if outcome is ProbeOutcome.ENDED:
@@ -93,16 +93,18 @@ class Sought(NamedTuple):
         return False
 
 
-async def seek(there: Address, credentials: handshake.Credentials, timeouts: Timeouts, tell: Sought) -> None:
+async def probe_until_known(
+    there: Address, credentials: handshake.Credentials, timeouts: Timeouts, listener: ProbeListener
+) -> None:
     """Find out why a connection has ended. If our own kernel says so, the process has ended; if another host says so,
     that is reported. Otherwise it connects again as soon as it runs. If no kernel answers, its silence will tell."""
     begun = time.monotonic()
     connection: ProbeConnection | None = None
     try:
-        while not tell.is_back():
+        while not listener.is_back():
             connection = connection or ProbeConnection(there, credentials, "asked", {})
             outcome = await connection.outcome(timeouts.presence)
-            if tell.take(outcome, time.monotonic(), begun, timeouts):
+            if listener.take(outcome, time.monotonic(), begun, timeouts):
                 return
             if outcome is not ProbeOutcome.MUTE:
                 connection.close()

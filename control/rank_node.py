@@ -1,5 +1,5 @@
 """All that one rank does in the control plane. It is pure. It holds the rank's `Machine`, and knows what must be told
-when. `ftcomm.control.agent` drives it with real sockets and time, `ftcomm.simulation` with simulated ones.
+when. `ftcomm.control.control_thread` drives it with real sockets and time, `ftcomm.simulation` with simulated ones.
 
     up      the connection to the leader of the replica (`ftcomm.control.leader_node`)
     peers   links to this rank of the other replicas of the view. Those of shard 0 carry what leaders say to each other
@@ -14,7 +14,7 @@ import msgspec
 
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
-from ftcomm.control.actions import EnterView, Failed, Freeze, GoOn, JoinPending, Known, Passed
+from ftcomm.control.actions import EnterView, Failed, Freeze, GoOn, JoinPending, Known, Passed, ToLeader
 from ftcomm.control.blame import BOUNDARY, CHANGE
 from ftcomm.control.detector import Detector
 from ftcomm.control.failed_dials import Cause, FailedDials
@@ -22,12 +22,6 @@ from ftcomm.control.outbox import Outbox
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Life, View
-
-
-class Up(msgspec.Struct, frozen=True):
-    """A message to the leader of the replica."""
-
-    message: m.Message
 
 
 class ToPeer(msgspec.Struct, frozen=True):
@@ -59,7 +53,7 @@ class Acked(msgspec.Struct, frozen=True):
 
 
 RankAction = (
-    Up
+    ToLeader
     | ToPeer
     | Freeze
     | EnterView
@@ -102,9 +96,9 @@ class RankNode:
         self._detector: Detector[Life] = Detector(self._beats * timeouts.unheard + (self._beats - 1) * timeouts.beat)
         self._beat = 0  # beats so far
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
-        self.cut_off = False  # the agent of this host does not reach it, and is no sign of it
+        self.cut_off = False  # the host agent does not reach it, and is no sign of it
         self._from_above = False  # it has spoken since the last beat
-        self._answers_above = False  # its kernel has answered the agent of this host, which does not reach it
+        self._answers_above = False  # its kernel has answered the host agent, which does not reach it
         self._up_refused = False  # its port refuses
         self._leaderless = False  # neither the leader nor its kernel is heard; it may live
         self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
@@ -133,14 +127,14 @@ class RankNode:
         self._boundary_waits = m.BoundaryWaits()  # it tells them again
         hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
         late = self._outbox.late(self.machine.view)
-        return [Up(hello), *self._said_again(), *(Up(message) for message in late)]
+        return [ToLeader(hello), *self._said_again(), *(ToLeader(message) for message in late)]
 
     def _said_again(self) -> list[RankAction]:
         """Returns what a rank has told its leader, and may have been lost with the connection."""
         again: list[m.Message] = list(self._lasting.values())
         if self.view is not None:
             again.append(m.Installed(self.view.epoch))
-        return [Up(message) for message in (*again, *self.machine.asked(), *self._between_leaders())]
+        return [ToLeader(message) for message in (*again, *self.machine.asked(), *self._between_leaders())]
 
     def _between_leaders(self) -> list[m.Message]:
         """Returns what shard 0 repeats to its leader: what the other leaders have said, and that there are links to
@@ -166,7 +160,7 @@ class RankNode:
         return []
 
     def host_agent_ended(self, reason: str) -> list[RankAction]:
-        """Note that the agent of this host has ended, by which this rank was taken into its replica."""
+        """Note that the host agent has ended, by which this rank was taken into its replica."""
         self._up, self._up_refused = False, True
         if self.machine.phase is mem.Phase.LEFT:
             return []
@@ -207,7 +201,7 @@ class RankNode:
             for life in self._lives((message.replica,)):
                 self._at_boundary.pop(life, None)
             self._keep(message)
-            return [Up(message)]
+            return [ToLeader(message)]
         return []
 
     def _keep(self, said: m.Boundary) -> None:
@@ -222,7 +216,7 @@ class RankNode:
         """Note that the link to a replica is there, for the first time or again, and repeat what may have been lost."""
         self._dials.reached(replica)
         actions = self._do_member(self.machine.again(replica))
-        return [*actions, Up(m.Linked(replica))] if self.shard == 0 else actions
+        return [*actions, ToLeader(m.Linked(replica))] if self.shard == 0 else actions
 
     def peer_lost(
         self, replica: int, epoch: int, reason: str, proof: bool, *, silent: bool = False
@@ -331,7 +325,7 @@ class RankNode:
 
     def tell(self, message: m.Message) -> list[RankAction]:
         """Tell the leader a Report, Ready, CaughtUp, Leave or Finished. CaughtUp counts once in a life."""
-        return self._do_member([mem.ToLeader(message)])
+        return self._do_member([ToLeader(message)])
 
     def _say(self, message: m.Message) -> list[RankAction]:
         if isinstance(message, m.CaughtUp) and "CaughtUp" in self._lasting:
@@ -340,7 +334,7 @@ class RankNode:
             return []
         if isinstance(message, m.Ready | m.CaughtUp | m.Leave | m.Finished):
             self._lasting[type(message).__name__] = message
-        return [Up(message)]
+        return [ToLeader(message)]
 
     def quiesced(self, epoch: int, progress: m.Progress, awaited: Mapping[int, float] = NOBODY) -> list[RankAction]:
         """Note that the exchange stands still; `epoch` is the one of the `Freeze` that this answers. `awaited`: for how
@@ -395,7 +389,7 @@ class RankNode:
         if self.machine.phase is mem.Phase.FAILED:
             return []
         self.machine.fail()
-        return [Up(m.Finished(False, reason)), Failed(reason)]
+        return [ToLeader(m.Finished(False, reason)), Failed(reason)]
 
     @property
     def all_finished(self) -> bool:
@@ -421,7 +415,7 @@ class RankNode:
         ended = self._look_up(now)
         due, self._beat = self._beat % self._beats == 0, self._beat + 1
         divided = "does not hear its leader" if self._leaderless else ""
-        return [Up(self.machine.heartbeat(divided)), *ended] if due else ended
+        return [ToLeader(self.machine.heartbeat(divided)), *ended] if due else ended
 
     def tick(self, now: float) -> list[RankAction]:
         """Send the members a sign of life, and report waits that are too long."""
@@ -542,7 +536,7 @@ class RankNode:
     def _do_member(self, actions: list[mem.MemberAction]) -> list[RankAction]:
         result: list[RankAction] = []
         for action in actions:
-            if isinstance(action, mem.ToLeader):
+            if isinstance(action, ToLeader):
                 result += self._say(action.message)
             elif isinstance(action, mem.ToMember):
                 result.append(ToPeer(action.replica, action.message))

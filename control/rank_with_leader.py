@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftcomm.control import rank_node as n
+from ftcomm.control.actions import ToLeader
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 
@@ -30,7 +31,7 @@ class RankWithLeader:
         """Returns what one of them wants, with what it tells the other replaced by what comes of it."""
         result: list[InProcessAction] = []
         for action in actions:
-            if isinstance(action, n.Up):
+            if isinstance(action, ToLeader):
                 result += self.carry(self.leader.told(0, action.message))
             elif isinstance(action, ToRank) and action.shard == 0:
                 result += self.carry(self.rank.from_up(action.message))

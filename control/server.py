@@ -28,7 +28,7 @@ from ftcomm.control.liveness import boot, state_of
 from ftcomm.control.messages import Event
 from ftcomm.control.port import Port
 from ftcomm.control.probe import KERNEL, Prober
-from ftcomm.control.probe_schedule import Probe, Why
+from ftcomm.control.probe_schedule import Probe, ProbeReason
 from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
@@ -347,7 +347,7 @@ class CoordinatorServer:
             fields = {"port": self._port.number} if self._anywhere else {"host": self._host, "port": self._port.number}
             probes += [] if probe.also is None else [msgspec.structs.replace(probe, shard=1, address=probe.also)]
         # An accused process has that long to answer; a silent one is probed again in any case.
-        timeout = KERNEL if probe.why in (Why.ACCUSED, Why.SEVERED) else self._presence
+        timeout = KERNEL if probe.why in (ProbeReason.ACCUSED, ProbeReason.SEVERED) else self._presence
         outcome, *_ = await asyncio.gather(*(self._prober.outcome(x, purpose, fields, timeout) for x in probes))
         if machine is not None and machine is self._machine:
             self._do(machine.probed(probe, outcome, time.monotonic()))

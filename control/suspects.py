@@ -7,7 +7,7 @@ from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Close, Conn, CoordinatorAction, Log
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.lost_members import LostMembers
-from ftcomm.control.probe_schedule import Accusation, Conclusion, Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Accusation, Conclusion, Probe, ProbeOutcome, ProbeReason
 from ftcomm.control.views import Life
 
 
@@ -57,10 +57,10 @@ class Suspects:
             return []
         if isinstance(found, Probe):
             return [found]
-        if probe.why is Why.SEVERED:
+        if probe.why is ProbeReason.SEVERED:
             mends = found is Conclusion.LIVES and known.severed and not known.job.changing
             return self.reconnect() if mends else []
-        if probe.why is Why.SEARCH and self._stands(life, found, now):
+        if probe.why is ProbeReason.SEARCH and self._stands(life, found, now):
             return []
         if found is Conclusion.NOTHING or replica in known.job.finished or known.is_early(now):
             return []

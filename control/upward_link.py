@@ -15,7 +15,7 @@ from ftcomm.control.unstarted import NamedRank
 log = logging.getLogger("ftcomm.control")
 
 
-class News(NamedTuple):
+class JoinNews(NamedTuple):
     """The last news of this rank on its way into the job, and how far it has got."""
 
     text: str
@@ -47,7 +47,7 @@ class UpwardLink:
         self._purpose, self._fields, self._host = purpose, fields, host
         self._on_open, self._on_lost, self._trains, self._on_mute = on_open, on_lost, trains, on_mute
         self.link: Link | None = None
-        self.news = News("no connection was tried yet")
+        self.news = JoinNews("no connection was tried yet")
         self.refused: Exception | None = None
         self._told = False  # this connection has told what we wait for
         self._warned = ""  # the last refusal that was logged
@@ -72,13 +72,13 @@ class UpwardLink:
 
     def queued(self, reason: str, stage: m.Stage) -> None:
         """Note what this rank was told that it waits for."""
-        self.news, self._told = News(reason, stage), True
+        self.news, self._told = JoinNews(reason, stage), True
 
     def lost_above(self, reason: str) -> None:
         """Note that the other end has lost its own way up. What this rank waits for it waits for still, as over the
         loss of this connection, which comes with the next way up."""
         if not self._told:
-            self.news = News(reason)
+            self.news = JoinNews(reason)
 
     def _opened(self) -> None:
         self.refused, self._told = None, False
@@ -93,7 +93,7 @@ class UpwardLink:
         )
         told, self._told = self._told, False
         if not told:  # otherwise it was ended with a reason
-            self.news = News(news)
+            self.news = JoinNews(news)
         if self._trains():
             log.debug("%s: %s", rank_name(self._me.replica, self._me.shard), news)
         elif isinstance(error, handshake.HandshakeError) and str(error) != self._warned:
@@ -104,7 +104,7 @@ class UpwardLink:
 
     def _mute(self) -> None:
         host, port = self._there if self.link is None else self.link.address
-        self.news = News(
+        self.news = JoinNews(
             f"the {self._what} at {host}:{port} has not answered yet; it is stopped, or something else listens there"
         )
         self._on_mute()

@@ -24,7 +24,7 @@ _WITH_VIEWS = (m.Difference, m.Enclosed, *CARRIERS)
 KEPT = 8  # messages that may be sent again meanwhile
 
 
-class UntoldError(ValueError):
+class ViewDifferenceError(ValueError):
     """A view does not follow from what was told on this connection."""
 
 
@@ -92,14 +92,17 @@ class ViewsReceived:
         self._members: dict[int, Member] = {}  # of the last view, by replica
 
     def complete(self, message: m.Message) -> m.Message:
-        """Returns what `message` stands for. Raises `UntoldError` if that does not follow from what was told before."""
+        """Returns what `message` stands for. Raises `ViewDifferenceError` if that does not follow from what was told
+        before."""
         if not isinstance(message, _WITH_VIEWS):  # as most are
             return message
         if isinstance(message, m.Enclosed):
             return msgspec.structs.replace(message, message=self.complete(message.message))
         if not isinstance(message, m.Difference):
             if message.view is not None:
-                raise UntoldError(f"{type(message).__name__} with a view of epoch {message.view.epoch} as it is")
+                raise ViewDifferenceError(
+                    f"{type(message).__name__} with a view of epoch {message.view.epoch} as it is"
+                )
             return message
         view = self._whole(message)
         self._members = {member.replica: member for member in view.members}
@@ -117,9 +120,9 @@ class ViewsReceived:
         view = View(told.epoch, told.step, ascending, told.why, told.proposal)
         unknown = [(member.replica, member.incarnation) for member in ascending if not member.ranks]
         if unknown:
-            raise UntoldError(f"a view of epoch {told.epoch} without the addresses of {unknown}")
+            raise ViewDifferenceError(f"a view of epoch {told.epoch} without the addresses of {unknown}")
         if view.digest() != told.digest:
-            raise UntoldError(
+            raise ViewDifferenceError(
                 f"a view of epoch {told.epoch} that does not follow from what was told before: that makes it one of "
                 f"replicas {view.replicas}, whose digest is {view.digest().hex()} and not {told.digest.hex()}"
             )

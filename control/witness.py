@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ftcomm.control import handshake, wire
-from ftcomm.control.companion import Companion, begin, charged, dismissed
+from ftcomm.control.companion import Companion, become_companion, begin, dismissed
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.tls import Files, Tls
 
@@ -29,7 +29,7 @@ _MARK = "FTCOMM_RUN"  # a launcher finds by it what a dead rank has left behind
 _PAUSE = 0.1  # s between two calls of a process that does not answer
 
 
-class Charge(msgspec.Struct, frozen=True):
+class WitnessConfig(msgspec.Struct, frozen=True):
     """All that a witness has to know."""
 
     nonce: str  # the nonce in the address of the rank
@@ -41,35 +41,35 @@ class Charge(msgspec.Struct, frozen=True):
     call_timeout: float  # s for which the witness calls the leader
 
 
-_CHARGE = msgspec.json.Decoder(Charge)
+_CONFIG = msgspec.json.Decoder(WitnessConfig)
 
 
 class Witness(Companion):
     """The rank's end of the connection to its witness."""
 
-    def __init__(self, charge: Charge) -> None:
+    def __init__(self, config: WitnessConfig) -> None:
         """Starts the witness. Raises `OSError`."""
         environment = {name: value for name, value in os.environ.items() if name not in (_MARK, "FTCOMM_TOKEN")}
         end = os.pidfd_open(os.getpid())
         try:
-            super().__init__(__name__, msgspec.json.encode(charge), (end,), environment)
+            super().__init__(__name__, msgspec.json.encode(config), (end,), environment)
         finally:
             os.close(end)
 
 
 def main() -> None:
-    sock, data, (end,) = charged()
-    charge = _CHARGE.decode(data)
-    credentials = handshake.Credentials(charge.token, charge.job, None if charge.tls is None else Tls(charge.tls))
+    sock, data, (end,) = become_companion()
+    config = _CONFIG.decode(data)
+    credentials = handshake.Credentials(config.token, config.job, None if config.tls is None else Tls(config.tls))
     begin(sock)
     if not dismissed(sock, end):
-        tell(charge, credentials)
+        tell(config, credentials)
 
 
-def tell(charge: Charge, credentials: handshake.Credentials) -> None:
-    """Call the leader until it hears, or for as long as the charge says."""
-    fields: handshake.Fields = {"shard": charge.shard, "nonce": charge.nonce}
-    call([charge.leader], credentials, PURPOSE, fields, charge.call_timeout)
+def tell(config: WitnessConfig, credentials: handshake.Credentials) -> None:
+    """Call the leader until it hears, or for as long as `config` says."""
+    fields: handshake.Fields = {"shard": config.shard, "nonce": config.nonce}
+    call([config.leader], credentials, PURPOSE, fields, config.call_timeout)
 
 
 def call(

@@ -17,8 +17,8 @@ from ftcomm.collective.roster import NONE
 from ftcomm.collective.watchdog import Stall, StallLog
 from ftcomm.control import fork
 from ftcomm.control import messages as m
-from ftcomm.control.agent import ACK, Agent
 from ftcomm.control.agent_ranks import agent_ranks
+from ftcomm.control.control_thread import ACK, ControlThread
 from ftcomm.control.links import listen
 from ftcomm.control.own_host_agent import AgentPlace
 from ftcomm.control.rank_errors import Gone, JoinError
@@ -114,7 +114,7 @@ class Group(Calls):
             p2p,
             Terms((settings.host, port), settings.data, settings.algorithm, settings.tuning, settings.rack),
             GroupKind.JOB,
-            on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, died, proof=True),
+            on_died=lambda replica, epoch: self._control.suspect(replica, epoch, died, proof=True),
         )
         super().__init__(ALL, self.replica, p2p, engine, communicator.exchange)
         self.roster = ()
@@ -123,13 +123,13 @@ class Group(Calls):
             settings.shard,
             communicator,
             p2p,
-            dial=lambda there, fields: self._agent.dial_address(there, PURPOSE, fields),
+            dial=lambda there, fields: self._control.dial_address(there, PURPOSE, fields),
             on_view=self._entered,
             on_failed=self._ended,
         )
         self._subgroups: tuple[Subgroup, ...] = ()  # replaced as a whole, so that any thread may read it
         self._replacing = threading.Lock()  # guards that; never held during a wait
-        self._agent = Agent(
+        self._control = ControlThread(
             data_plane,
             coordinator=coordinator,
             credentials=mine,
@@ -145,10 +145,10 @@ class Group(Calls):
             host_agent=_host_agent(settings),
             on_start=self._alive,
         )
-        self._router = ConnectionRouter(self._agent)
+        self._router = ConnectionRouter(self._control)
         communicator.open(self._router, data_plane)
         self.internals = Internals(
-            self._agent,
+            self._control,
             port,
             self._router,
             self._exchange,
@@ -171,9 +171,9 @@ class Group(Calls):
     def _join(self) -> None:
         self._engine.warm()
         try:
-            self._agent.start()
+            self._control.start()
             with self._recorder.phase(PhaseKind.JOIN):
-                runs = self._agent.register(self.settings.init_timeout)
+                runs = self._control.register(self.settings.init_timeout)
         except JoinError as error:
             self._close(False, str(error))
             raise self._not_joined(error) from None
@@ -277,7 +277,7 @@ class Group(Calls):
     @property
     def view(self) -> View:
         """The view in force; before `ready` in a replica that joins a running job, the view that it may get."""
-        view = self._view or self._agent.preview
+        view = self._view or self._control.preview
         assert view is not None
         return view
 
@@ -324,7 +324,7 @@ class Group(Calls):
             view, loop = None, 0
             while view is None and not loop:  # outside of a step loop none can be over
                 loop = self.internals.loop if self.internals.step_loop is not None else 0
-                view = self._agent.enter(self.settings.init_timeout, loop)
+                view = self._control.enter(self.settings.init_timeout, loop)
         except Gone as error:
             raise removed_error(self._named(), str(error), error.ending) from None
         except JoinError as error:
@@ -332,10 +332,10 @@ class Group(Calls):
         if view is None:
             return
         with self._entering:
-            if not self._runs and not self._agent.left:
+            if not self._runs and not self._control.left:
                 self._begin(view)
                 self._say_where()
-            self._runs, self.drained = not self._agent.left, self._agent.left
+            self._runs, self.drained = not self._control.left, self._control.left
         if self._runs:
             for subgroup in self._subgroups:
                 subgroup.internals.follow(view, self.settings.timeouts.give_up)
@@ -360,7 +360,7 @@ class Group(Calls):
             for exchange in self._exchanges():
                 exchange.wait_all(timeout)
             with PhaseWait(PhaseKind.STAND, number=step) as wait:
-                view = self._agent.boundary(step, timeout, self.internals.loop, wait.look)
+                view = self._control.boundary(step, timeout, self.internals.loop, wait.look)
             for exchange in self._exchanges():
                 exchange.common(reset=True)
         except Gone as error:
@@ -371,7 +371,7 @@ class Group(Calls):
         self._turn.agree()
         self._loop, self._stamp = get_ident(), stamp_of(step)
         self.internals.outside = False
-        self.drained = self._agent.left
+        self.drained = self._control.left
         if not self.drained:
             self._use(self._exchange.pass_boundary(step, self.settings.timeouts.give_up))
             for subgroup in self._subgroups:
@@ -418,7 +418,7 @@ class Group(Calls):
         """Ask to leave at one of the next boundaries, where `drained` becomes True, also in `ready`. Does not block.
         Any thread."""
         own_process()
-        self._agent.tell(m.Leave())
+        self._control.tell(m.Leave())
 
     def report(self, **fields: str | int | float | bool | None) -> None:
         """Write numbers and words about this rank's training to the event log of the job (step, loss, ...). Does not
@@ -429,7 +429,7 @@ class Group(Calls):
         """Write an event of a kind of its own, as `report` writes numbers. Raises `ValueError` for a kind of the
         coordinator or of a launcher."""
         own_process()
-        self._agent.tell(m.Report(kind, {"shard": self.shard, **fields}))
+        self._control.tell(m.Report(kind, {"shard": self.shard, **fields}))
 
     # -- subgroups and the end -----------------------------------------------------------------------------------
 
@@ -454,7 +454,7 @@ class Group(Calls):
             self,
             name,
             replicas,
-            dial=self._agent.dial_address,
+            dial=self._control.dial_address,
             on_stall=self._subgroup_stalled,
             on_lost=self._lost,
             on_failed=self._failed,
@@ -492,12 +492,12 @@ class Group(Calls):
 
             close_all(self._subgroups)
         self._p2p.close(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any send"))
-        if finished and self._agent.view is not None:
-            self._agent.finish(ACK if self.drained else FINISH)  # a replica that has left said so at the boundary
+        if finished and self._control.view is not None:
+            self._control.finish(ACK if self.drained else FINISH)  # a replica that has left said so at the boundary
         elif not finished:
-            self._agent.tell(m.Report("gives_up", {"shard": self.shard}))
-            self._agent.give_up(failure, script)
-        self._agent.stop()
+            self._control.tell(m.Report("gives_up", {"shard": self.shard}))
+            self._control.give_up(failure, script)
+        self._control.stop()
         self._router.close()
         self._communicator.fail(
             FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op")
@@ -516,7 +516,7 @@ class Group(Calls):
         hold(*(self._segment.address + 8 * mutex(reader) for reader in range(MUTEXES)))
 
     def _dial_p2p(self, replica: int, incarnation: str, epoch: int) -> Channel:
-        return self._agent.dial(replica, PURPOSE, self._communicator.fields(P2P, incarnation, epoch))
+        return self._control.dial(replica, PURPOSE, self._communicator.fields(P2P, incarnation, epoch))
 
     def _entered(self, view: View) -> None:
         """Enter `view`, before any op runs in it: after an op, `epoch` and `members` are those that it ran in."""
@@ -525,7 +525,7 @@ class Group(Calls):
 
     def _failed(self, error: BaseException) -> None:
         """Note that an exchange of this rank cannot go on."""
-        self._agent.failed(str(error))
+        self._control.failed(str(error))
 
     def _ended(self, error: FtcommError) -> None:
         for subgroup in self._subgroups:
@@ -537,10 +537,10 @@ class Group(Calls):
         """Report the stall of a subgroup. A rank has one stall at a time for the coordinator: that of this group comes
         first."""
         if self._exchange.waiting(0) is None:
-            self._agent.stalled(*stall)
+            self._control.stalled(*stall)
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
-        self._agent.severed(replica, epoch, reason)
+        self._control.severed(replica, epoch, reason)
 
     def _diverged(self, divergence: Divergence) -> None:
         log.warning("%s: %s", rank_name(self.replica, self.shard), divergence)
@@ -554,7 +554,7 @@ class Group(Calls):
             who = rank_name(self.replica, self.shard)
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
             self.emit("stalled", epoch=stall.epoch, op=stall.op, waiting=waiting)
-        self._agent.stalled(*stall)
+        self._control.stalled(*stall)
 
 
 def _owner(settings: Settings) -> Owner:
@@ -570,7 +570,7 @@ def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket
 
 
 def _host_agent(settings: Settings) -> AgentPlace | None:
-    """Returns where the agent of this host listens for its ranks; None if there is none."""
+    """Returns where the host agent listens for its ranks; None if there is none."""
     shards = agent_ranks(settings.shard, settings.host_ranks, settings.ranks_per_replica)
     if not settings.host_agent or not shards:
         return None
@@ -582,14 +582,14 @@ def _host_agent(settings: Settings) -> AgentPlace | None:
 
 
 def _check_own(there: tuple[str, int], shard: int) -> None:
-    """Check that the agent is of this host: there alone it proves its end that nobody listens at its port. Raises
+    """Check that the host agent is of this host: there alone it proves its end that nobody listens at its port. Raises
     `InitError`."""
     try:
         listen(there[0], 0).close()
     except OSError as error:
         raise InitError(
             f"shard {shard}: FTCOMM_HOST_AGENT={there[0]}:{there[1]} is no address of its host "
-            f"({error.strerror or error}); each host has an agent of its own: set one such as 127.0.0.1:{there[1]}"
+            f"({error.strerror or error}); each host has a host agent of its own: set one such as 127.0.0.1:{there[1]}"
         ) from None
 
 

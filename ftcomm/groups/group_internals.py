@@ -16,7 +16,7 @@ from ftcomm.process.own import own_process
 
 if TYPE_CHECKING:
     from ftcomm.control import handshake
-    from ftcomm.control.agent import Agent
+    from ftcomm.control.control_thread import ControlThread
     from ftcomm.control.incoming import Handler
     from ftcomm.control.script_end import ScriptEnd
     from ftcomm.control.sealed import Channel
@@ -76,7 +76,7 @@ class Internals:
 
     def __init__(
         self,
-        agent: Agent,
+        control: ControlThread,
         port: int,
         router: ConnectionRouter,
         exchange: Any,
@@ -90,12 +90,12 @@ class Internals:
         join: Callable[[], None],
         end_as: Callable[[ScriptEnd], None],
     ) -> None:
-        self._agent, self._view = agent, view
+        self._control, self._view = control, view
         self.port, self.router, self.exchange, self.op_timeout = port, router, exchange, op_timeout
         self.may_call, self.when, self.stalled_seconds = may_call, when, stalled_seconds
         self.next_boundary, self.join, self.end_as = next_boundary, join, end_as
         # Until the script comes to such an exchange.
-        agent.serve(INTRA_REPLICA, lambda channel, fields: channel.close())
+        control.serve(INTRA_REPLICA, lambda channel, fields: channel.close())
         self.catching_up = self.outside = False
         self.lag = self.loop = self.intra_replica_exchanges = 0
         self.step_loop: OpenLoop | None = None
@@ -106,30 +106,30 @@ class Internals:
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand every incoming connection of `purpose` to `handler(channel, fields)`, in a thread of its own."""
-        self._agent.serve(purpose, handler)
+        self._control.serve(purpose, handler)
 
     def dial(self, replica: int, purpose: str, fields: handshake.Fields) -> Channel:
         """Returns an authenticated blocking connection to this rank of another replica, which hands it to the handler
         of `purpose`. Waits for as long as an op may for a process whose kernel answers. Raises `TransportError`."""
         try:
-            return self._agent.dial(replica, purpose, fields)
+            return self._control.dial(replica, purpose, fields)
         except OSError as error:
             raise TransportError(f"replica {replica} cannot be reached for {purpose!r}: {error}") from error
 
     def dial_rank(self, replica: int, shard: int, purpose: str, fields: handshake.Fields, timeout: float) -> Channel:
         """Returns an authenticated blocking connection to any rank of the view in force. Raises `OSError`."""
         there = self.address_of(replica, shard, timeout)
-        return self._agent.dial_address(there, purpose, fields, timeout)
+        return self._control.dial_address(there, purpose, fields, timeout)
 
     def address_of(self, replica: int, shard: int, timeout: float) -> Address:
         """Returns where any rank of the view in force is reached. Blocks for up to `timeout` seconds. Raises
         `OSError`."""
-        return self._agent.address_of(self._view(), replica, shard, timeout)
+        return self._control.address_of(self._view(), replica, shard, timeout)
 
     @property
     def loop_of_job(self) -> int:
         """The step loop that the others are in, as a replica that joins them was told last."""
-        return self._agent.loop_of_job
+        return self._control.loop_of_job
 
     @property
     def behind(self) -> bool:
@@ -142,4 +142,4 @@ class Internals:
         on."""
         own_process()
         self.catching_up = False
-        self._agent.tell(m.CaughtUp(step))
+        self._control.tell(m.CaughtUp(step))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToOwnLeader
-from ftcomm.control.rank_connections import RankListener, Sought
+from ftcomm.control.actions import ToLeader
+from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction
+from ftcomm.control.rank_connections import ProbeListener, RankListener
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.simulation.mirror import NoConnection
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
 from ftcomm.simulation.rank_connections import serve
-from ftcomm.simulation.seek import seek
+from ftcomm.simulation.rank_probe import probe_until_known
 from ftcomm.simulation.world import Process, World
 
 _HELD = 0.02  # s, as in the product
@@ -84,13 +85,13 @@ class SimulatedHostAgent(Process):
             self._go()
             return
         there = self.node.addresses[shard]
-        tell = Sought(
+        listener = ProbeListener(
             is_back=lambda: shard in self._ranks,
             ended=lambda: self._do(self.node.rank_lost(shard, "its process has ended")),
             refused=lambda: self._do(self.node.rank_refused(shard, reason)),
             acknowledged=lambda at: None,
         )
-        seek(self, self._network, there.pid, self._timeouts, tell)
+        probe_until_known(self, self._network, there.pid, self._timeouts, listener)
 
     def first_rank_ended(self, well: bool) -> None:
         """Take what that rank has said last; then end as well."""
@@ -127,14 +128,14 @@ class SimulatedHostAgent(Process):
 
     def _do(self, actions: Sequence[HostAgentAction]) -> None:
         for action in actions:
-            if isinstance(action, ToOwnLeader):
+            if isinstance(action, ToLeader):
                 if self._up is not None:
                     self._up.send(action.message)
             elif isinstance(action, EndConnections):
                 for shard, connection in list(self._ranks.items()):
                     connection.close(1)
                     del self._ranks[shard]
-                    self._rank_closed(shard, "this agent has ended its connection")
+                    self._rank_closed(shard, "the host agent has ended its connection")
             else:
                 for shard in action.shards:
                     if shard in self._ranks:

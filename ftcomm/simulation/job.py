@@ -12,7 +12,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.blame import Removal
 from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.host_agent import HostAgent
-from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, ProbeReason
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import Address, View
@@ -124,7 +124,7 @@ class SimulatedCoordinator(Process):
                     connection.close(1)
             elif kind is Probe:
                 port = action.address.pid  # type: ignore[union-attr]
-                asks = action.why in (Why.ACCUSED, Why.SEVERED)  # type: ignore[union-attr]
+                asks = action.why in (ProbeReason.ACCUSED, ProbeReason.SEVERED)  # type: ignore[union-attr]
                 self._job.network.probe(self, port, functools.partial(self._probed, action), awaits_mute=asks)  # type: ignore[arg-type]
             elif kind is ca.Unfit:
                 self.say("decides nothing more: %s", action.reason)  # type: ignore[union-attr]

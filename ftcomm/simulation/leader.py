@@ -9,12 +9,12 @@ from ftcomm.control import messages as m
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_agents import LeaderAgents
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.rank_connections import RankListener, Sought
+from ftcomm.control.rank_connections import ProbeListener, RankListener
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.view_differences import ViewsSent
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
 from ftcomm.simulation.rank_connections import serve
-from ftcomm.simulation.seek import seek
+from ftcomm.simulation.rank_probe import probe_until_known
 from ftcomm.simulation.world import Process, World
 
 COORDINATOR = 1  # its port
@@ -92,8 +92,8 @@ class SimulatedLeader(Process):
         def closed(reason: object) -> None:
             there = self.agents.closed(told)
             if there is not None:
-                tell = self.agents.sought(shards, there, str(reason), is_over=lambda: not self.alive)
-                seek(self, self._network, there.pid, self._timeouts, tell)
+                listener = self.agents.probe_listener(shards, there, str(reason), is_over=lambda: not self.alive)
+                probe_until_known(self, self._network, there.pid, self._timeouts, listener)
 
         connection.receive[1] = lambda message: self.agents.received(told, message, self.clock())
         connection.closed[1] = closed
@@ -103,13 +103,13 @@ class SimulatedLeader(Process):
             self._go()
             return
         there = self.node.leader.addresses[shard]
-        tell = Sought(
+        listener = ProbeListener(
             is_back=lambda: shard in self._ranks,
             ended=lambda: self._do(self.node.rank_lost(shard, "its process has ended")),
             refused=lambda: self._do(self.node.rank_refused(shard, reason)),
             acknowledged=lambda at: self._do(self.node.rank_acknowledged(shard, at)),
         )
-        seek(self, self._network, there.pid, self._timeouts, tell)
+        probe_until_known(self, self._network, there.pid, self._timeouts, listener)
 
     def rank_0_ended(self, well: bool) -> None:
         """Take what shard 0 has said last; then end as well, and tell the others unless it has ended as it should."""

@@ -16,7 +16,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control.leader import ToCoordinator
-from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, ProbeReason
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import View
 from ftcomm.errors import FtcommError
@@ -282,9 +282,9 @@ class Coordination:
         actions = deque(getattr(live, event[0])(*event[1:]))
         while actions:
             action = actions.popleft()
-            if isinstance(action, Probe) and action.why is Why.ACCUSED:  # an error: the accused is cut off
+            if isinstance(action, Probe) and action.why is ProbeReason.ACCUSED:  # an error: the accused is cut off
                 actions.extendleft(reversed(live.probed(action, ProbeOutcome.UNREACHABLE, 0.0)))
-            elif isinstance(action, Probe) and action.why is Why.SEVERED:
+            elif isinstance(action, Probe) and action.why is ProbeReason.SEVERED:
                 actions.extendleft(reversed(live.probed(action, ProbeOutcome.ANSWERED, 0.0)))
             elif isinstance(action, ca.Send):
                 sent.append((action.conn, action.message))

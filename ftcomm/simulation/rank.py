@@ -1,6 +1,6 @@
 """A simulated process: one rank, with all that is pure of the product in it, driven as the product drives it.
 
-RankNode                  as `ftcomm.control.agent` drives it: links, ticks, Freeze and EnterView
+RankNode                  as `ftcomm.control.control_thread` drives it: links, ticks, Freeze and EnterView
 LeaderNode                if there is no other rank, as `ftcomm.control.leader_driver` drives it; else see
                           `ftcomm.simulation.leader`
 ExchangeCore              see `ftcomm.simulation.exchange`: one of the group of all, and one of each subgroup
@@ -211,8 +211,8 @@ class SimulatedRank(Process):
             connection.send(1, later)
 
     def leader_ended(self, why: str = "its leader has ended") -> None:
-        """End with the leader, as `ftcomm.control.agent` does in shard 0, which tells the coordinator; or with the
-        agent of the host, in the first rank there."""
+        """End with the leader, as `ControlThread` does in shard 0, which tells the coordinator; or with the host agent,
+        in the first rank there."""
         if self.gone or self._up is None:
             return
         self._up.close()
@@ -268,7 +268,7 @@ class SimulatedRank(Process):
         """Carry out what a node wants."""
         for action in actions if self._with_leader is None else self._with_leader.carry(actions):
             match action:
-                case n.Up(message) | ToCoordinator(message):
+                case act.ToLeader(message) | ToCoordinator(message):
                     if self._up is not None:
                         self._up.send(message)
                 case n.ToPeer(replica, message):

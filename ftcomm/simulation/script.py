@@ -148,7 +148,7 @@ class Script:
         rank.do(rank.node.tell(m.Finished()))
         began = rank.clock()
         acked = False
-        while not rank.gone:  # as `Agent.finish`
+        while not rank.gone:  # as `ControlThread.finish`
             if rank.node.all_finished:
                 if acked or rank.clock() - began > 2.0:
                     break

@@ -178,7 +178,7 @@ class Ranked:
 
     def check(self, actions: Sequence[InProcessAction]) -> None:
         for action in actions if self.with_leader is None else self.with_leader.carry(actions):
-            if isinstance(action, n.Up | n.ToPeer | ToCoordinator | ToRank):
+            if isinstance(action, act.ToLeader | n.ToPeer | ToCoordinator | ToRank):
                 sendable(action.message)
             elif isinstance(action, act.Freeze):
                 assert self.freeze is None or action.view.epoch > self.freeze.epoch, "back to an older view"

@@ -32,7 +32,7 @@ from ftcomm.control.sealed import Channel, Keys, Mac
 from ftcomm.control.store import StoreError, ViewStore
 from ftcomm.control.tls import Tls
 from ftcomm.control.unstarted import NamedRank, Unstarted
-from ftcomm.control.view_differences import CARRIERS, UntoldError, ViewsReceived, ViewsSent
+from ftcomm.control.view_differences import CARRIERS, ViewDifferenceError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, InitError, TransportError
 from ftcomm.groups.static_pairs import FRAMES, Pairs
@@ -106,7 +106,7 @@ def messages(data: bytes) -> None:
     view = getattr(message, "view", None)
     if view is not None:
         assert list(view.replicas) == sorted(set(view.replicas))
-    with contextlib.suppress(UntoldError):
+    with contextlib.suppress(ViewDifferenceError):
         whole = ViewsReceived().complete(message)
         assert not isinstance(whole, m.Difference)
         told = whole.view if isinstance(whole, CARRIERS) else None
@@ -129,7 +129,7 @@ def differences(data: bytes) -> None:
             short = msgspec.structs.replace(short, **{name: other})
         if choices.number() % 8 == 7:
             sent, received = choices.pick(((ViewsSent(), received), (sent, ViewsReceived())))
-        with contextlib.suppress(UntoldError):
+        with contextlib.suppress(ViewDifferenceError):
             got = received.complete(short)
             assert isinstance(got, m.NewView)
             assert got.view.bare() == view.bare()
@@ -376,7 +376,7 @@ def state_frames(data: bytes) -> None:
         with near, far:
             far.sendall(data[:65536])
             far.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(OSError, msgspec.DecodeError, protocol.Wrong):
+            with contextlib.suppress(OSError, msgspec.DecodeError, protocol.BadFrame):
                 while True:
                     assert isinstance(protocol.receive(near, limit), protocol.CatchUpFrame)
 

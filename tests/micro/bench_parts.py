@@ -21,7 +21,7 @@ from ftcomm.collective.resume import resume_tasks
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import CoordinatorAction, Persist, Send
-from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, ProbeReason
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses
 from ftcomm.kernels.host.reduce import reduce
@@ -87,7 +87,7 @@ def test_view_change(benchmark: Any) -> None:
 
     def lose(coordinator: Coordinator) -> int:
         coordinator.disconnected(0, 1.0)
-        actions = coordinator.probed(Probe(Why.SEARCH, (0, "life-0"), 0, address), ProbeOutcome.ENDED, 1.0)
+        actions = coordinator.probed(Probe(ProbeReason.SEARCH, (0, "life-0"), 0, address), ProbeOutcome.ENDED, 1.0)
         return sum(bool(m.encode(action.message)) for action in actions if isinstance(action, Send))
 
     told = benchmark.pedantic(lose, setup=lambda: ((formed(),), {}), rounds=200, warmup_rounds=5)

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcomm.collective.publisher import Publisher
-from ftcomm.control.agent import Agent
+from ftcomm.control.control_thread import ControlThread
 from ftcomm.control.rank_node import RankNode
 from ftcomm.groups.data_plane import LocalDataPlane
 from ftcomm.groups.group import Group
@@ -100,12 +100,12 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
         leader_points.watch_own_leader(marks, settings.replica)
     else:
         before(RankNode, "from_up", lambda self, message: leader_points.heard(self.view, message))
-    before(Agent, "enter", lambda self, *rest: None if self.view is not None else "ready")
+    before(ControlThread, "enter", lambda self, *rest: None if self.view is not None else "ready")
     before(RankNode, "quiesced", "told")
     before(LocalDataPlane, "reach", "reaching")
     before(LocalDataPlane, "enter", "entering")
     before(RankNode, "entered", "entered")
-    before(Agent, "finish", "ending")
+    before(ControlThread, "finish", "ending")
     before(Group, "allreduce", "op")
     before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)
     words = {POSTED: "posted", TAKEN: "taken"}
@@ -120,5 +120,5 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
 
 
 def _has_promised(group: Group, step: int) -> bool:
-    promise = group._agent._node.machine._promise
+    promise = group._control._node.machine._promise
     return promise is not None and promise.step <= step

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from ftcomm.control.etcd import Place
+from ftcomm.control.etcd import EtcdPlace
 from ftcomm.control.etcd_store import EtcdStore
 from ftcomm.control.store import ViewStore
 from ftcomm.control.views import View
@@ -122,7 +122,7 @@ class EtcdJob(Job):
         return f"127.0.0.1:{self.service.port}"
 
     def _server(self, port: int, **other: Any) -> Any:
-        store = EtcdStore(Place.parse(self.etcd.url("job"), {}), port, self._settings["timeouts"].heartbeat)
+        store = EtcdStore(EtcdPlace.parse(self.etcd.url("job"), {}), port, self._settings["timeouts"].heartbeat)
         return super()._server(port, **{"store": store, **other})
 
     def start_elsewhere(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from ftcomm.control import etcd
-from ftcomm.control.etcd import Etcd, Place
+from ftcomm.control.etcd import Etcd, EtcdPlace
 from ftcomm.control.etcd_store import EtcdStore
 from ftcomm.control.finishes import NO_FINISHES, Finishes
 from ftcomm.control.store import JobOver, StoreError
@@ -50,7 +50,7 @@ class Store(EtcdStore):
     def __init__(
         self, url: str, port: int = 1, standby: bool = False, env: dict[str, str] | None = None, lease: float = LEASE
     ) -> None:
-        super().__init__(Place.parse(url, env or {}), port, lease, standby)
+        super().__init__(EtcdPlace.parse(url, env or {}), port, lease, standby)
         self.said: list[str] = []
         self.tell = self.said.append
 
@@ -72,7 +72,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 def keys(url: str) -> dict[str, Any]:
-    place = Place.parse(url, {})
+    place = EtcdPlace.parse(url, {})
     return Etcd(place, 5).txn([], [{"request_range": etcd._below(place.prefix)}], []).found()
 
 
@@ -159,7 +159,7 @@ def losing_the_answer(store: Store, *which: int) -> None:
     def lossy(*args: Any) -> Any:
         answer = txn(*args)
         if next(calls) in which:
-            raise etcd.Away("the answer is lost")
+            raise etcd.EtcdAway("the answer is lost")
         return answer
 
     store._etcd.txn = lossy  # type: ignore[method-assign]
@@ -272,7 +272,7 @@ def test_a_take_over_without_all_addresses_is_refused(url: str, how: str) -> Non
         (shard,) = (key for key in keys(url) if "/ranks/" in key)
         another = msgspec.msgpack.encode(table(5, 1))
         other = {"missing": etcd.delete(shard), "changed": etcd.put(shard, another), "empty": etcd.put(shard, b"")}
-        Etcd(Place.parse(url, {}), 5).txn([], [other[how]], [])
+        Etcd(EtcdPlace.parse(url, {}), 5).txn([], [other[how]], [])
         with pytest.raises(StoreError, match=r"replica 0 in the view of epoch 1 are not .*restore what etcd had, or"):
             await Store(url, 2).acquire()
 
@@ -419,7 +419,7 @@ def test_a_write_of_an_earlier_term_changes_nothing(url: str) -> None:
 
         def never(*args: Any) -> Any:
             writes.append(args)
-            raise etcd.Away("still under way")
+            raise etcd.EtcdAway("still under way")
 
         store._etcd.txn = never  # type: ignore[method-assign]
         given_up = store.append(view(1))
@@ -452,7 +452,7 @@ def test_a_standby_that_takes_over_knows_who_has_finished(url: str) -> None:
             attempts.append(args)
             answer = txn(*args)
             if len(attempts) == 1:
-                raise etcd.Away("the answer is lost")
+                raise etcd.EtcdAway("the answer is lost")
             return answer
 
         first._etcd.txn = lossy  # type: ignore[method-assign]
@@ -490,7 +490,7 @@ def test_who_has_finished_in_an_earlier_job_of_that_name_has_not_in_this_one(url
         await store.write_finishes(left)
         await store._ask(store._etcd.txn, [], [*map(etcd.delete, (store._term, *store._view_keys))], [])
         await store.release()
-        assert f"{Place.parse(url, {}).prefix}/finished" in keys(url)
+        assert f"{EtcdPlace.parse(url, {}).prefix}/finished" in keys(url)
         for views in ([], [view(1)]):
             store = Store(url)
             await store.acquire()
@@ -644,7 +644,7 @@ def test_a_standby_ends_with_the_job(url: str) -> None:
 
 @pytest.mark.parametrize("key", ["owner", "view/0"])
 def test_keys_of_something_else_are_refused(url: str, key: str) -> None:
-    place = Place.parse(url, {})
+    place = EtcdPlace.parse(url, {})
     Etcd(place, 5).txn([], [etcd.put(f"{place.prefix}/{key}", b"hello")], [])
 
     async def test() -> None:
@@ -670,7 +670,7 @@ def test_views_that_somebody_else_writes_are_noticed(url: str) -> None:
 def test_an_account_is_asked_for_and_a_token_that_ended_is_renewed(tmp_path: Path) -> None:
     async def test(server: EtcdServer) -> None:
         url, env = server.url("job"), {"FTCOMM_ETCD_USER": "root", "FTCOMM_ETCD_PASSWORD": SECRET}
-        admin = Etcd(Place.parse(url, {}), 5)
+        admin = Etcd(EtcdPlace.parse(url, {}), 5)
         admin._ask(etcd.Kept, "/auth/user/add", {"name": "root", "password": SECRET})
         admin._ask(etcd.Kept, "/auth/role/add", {"name": "root"})
         admin._ask(etcd.Kept, "/auth/user/grant", {"user": "root", "role": "root"})
@@ -711,12 +711,12 @@ def test_tls(tmp_path: Path) -> None:
         await store.acquire()
         await store.append(view(1))
         await store.release()
-        with pytest.raises(etcd.Away, match="its certificate is not accepted"):
-            Etcd(Place.parse(url, {**env, "FTCOMM_ETCD_CACERT": files["other"]}), 5).grant(5)
-        with pytest.raises(etcd.Away, match="if it speaks TLS, set FTCOMM_ETCD_CACERT"):
-            Etcd(Place.parse(url, {}), 5).grant(5)
-        with pytest.raises(etcd.Away, match="certificate"):
-            Etcd(Place.parse(url, {"FTCOMM_ETCD_CACERT": files["ca"]}), 5).grant(5)
+        with pytest.raises(etcd.EtcdAway, match="its certificate is not accepted"):
+            Etcd(EtcdPlace.parse(url, {**env, "FTCOMM_ETCD_CACERT": files["other"]}), 5).grant(5)
+        with pytest.raises(etcd.EtcdAway, match="if it speaks TLS, set FTCOMM_ETCD_CACERT"):
+            Etcd(EtcdPlace.parse(url, {}), 5).grant(5)
+        with pytest.raises(etcd.EtcdAway, match="certificate"):
+            Etcd(EtcdPlace.parse(url, {"FTCOMM_ETCD_CACERT": files["ca"]}), 5).grant(5)
 
     options = ["--cert-file", files["its-cert"], "--key-file", files["its-key"]]
     options += ["--trusted-ca-file", files["ca"], "--client-cert-auth"]

@@ -33,18 +33,18 @@ FIRST = 4  # the rank beside which the agent is
 
 def with_agents(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """An all-reduce a step. The first rank of a host says who its agent is."""
-    agent = group._agent
+    control = group._control
     if group.shard == FIRST < group.shards - 1 and group.settings.host_agent:
         end = time.monotonic() + DEADLINE
-        while not agent.host_agent_pid:
+        while not control.host_agent_pid:
             assert time.monotonic() < end, "its agent has not begun"
             time.sleep(0.001)
-        notes.write(kind="host agent", pid=agent.host_agent_pid)
+        notes.write(kind="host agent", pid=control.host_agent_pid)
     reduce_forever(group, notes, arguments)
 
 
 def says_its_agent(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    notes.write(kind="host agent", pid=group._agent.host_agent_pid)
+    notes.write(kind="host agent", pid=group._control.host_agent_pid)
     reduce_forever(group, notes, arguments)
 
 

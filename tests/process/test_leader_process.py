@@ -35,10 +35,10 @@ VICTIM = 1  # the replica whose leader or rank 0 it is
 
 def led(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """An all-reduce a step. Rank 0 says who its leader is."""
-    agent = group._agent
-    while group.shard == 0 < group.shards - 1 and not agent.leader_pid:
+    control = group._control
+    while group.shard == 0 < group.shards - 1 and not control.leader_pid:
         time.sleep(0.001)
-    notes.write(kind="leader", pid=agent.leader_pid, here=os.getpid())
+    notes.write(kind="leader", pid=control.leader_pid, here=os.getpid())
     threading.Thread(target=_hold, args=(group, notes, Path(arguments["marks"])), daemon=True).start()
     reduce_forever(group, notes, arguments)
 

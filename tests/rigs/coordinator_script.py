@@ -11,7 +11,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import CoordinatorAction, Done, Log, Persist, Send, StoreFinishes, Unfit
 from ftcomm.control.finishes import NO_FINISHES
-from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, ProbeReason
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Addresses, View
 
@@ -70,16 +70,16 @@ class Script:
             elif isinstance(action, Probe):
                 self.probed.append(action)
                 life = action.life[1]
-                if action.why in (Why.ACCUSED, Why.SEVERED):
+                if action.why in (ProbeReason.ACCUSED, ProbeReason.SEVERED):
                     outcome = ProbeOutcome.ANSWERED if life in self.answers else ProbeOutcome.UNREACHABLE
                 else:
-                    at = self.at(action.address) if action.why is Why.WITNESS else life
+                    at = self.at(action.address) if action.why is ProbeReason.WITNESS else life
                     outcome = self.outcomes.get(at, ProbeOutcome.ANSWERED)
                 self.do(self.coordinator.probed(action, outcome, self.now))
 
     @property
     def dialled(self) -> list[Probe]:
-        return [probe for probe in self.probed if probe.why is Why.SEARCH]
+        return [probe for probe in self.probed if probe.why is ProbeReason.SEARCH]
 
     def at(self, address: Address) -> str:
         """Whose life has that address."""
@@ -174,7 +174,7 @@ def unheard_by_a_new_coordinator() -> Script:
 
 
 def search(replica: int, life: str) -> Probe:
-    return Probe(Why.SEARCH, (replica, life), 0, Address("h", 1, "b", replica, 3, "0" * 32))
+    return Probe(ProbeReason.SEARCH, (replica, life), 0, Address("h", 1, "b", replica, 3, "0" * 32))
 
 
 def pass_time(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ftcomm.control import handshake
-from ftcomm.control.host_agent_process import AgentCharge, HostAgentProcess
+from ftcomm.control.host_agent_process import HostAgentConfig, HostAgentProcess
 from ftcomm.control.own_host_agent import AgentPlace
 from ftcomm.control.timeouts import Timeouts
 from tests.rigs.companion import CompanionThread
@@ -25,11 +25,11 @@ class HostAgentThread(CompanionThread[HostAgentProcess]):
     ) -> None:
         super().__init__()
         self.shards = shards
-        charge = AgentCharge(
+        config = HostAgentConfig(
             *(replica, shards.start, len(shards), ranks, os.getpid(), leader, credentials.token, credentials.job, None),
             *(timeouts, "127.0.0.1", 20),
         )
-        self.start(lambda sock: HostAgentProcess(charge, sock))
+        self.start(lambda sock: HostAgentProcess(config, sock))
 
     def place(self, there: tuple[str, int] | None = None) -> AgentPlace:
         """For its ranks, which find it `there`."""

@@ -1,4 +1,4 @@
-"""What an agent drives, without data."""
+"""The data plane of a rank that moves no data."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ftcomm.control import handshake, liveness
-from ftcomm.control.leader_process import LeaderCharge, LeaderProcess
+from ftcomm.control.leader_process import LeaderConfig, LeaderProcess
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
 from tests.rigs.companion import CompanionThread
@@ -23,11 +23,11 @@ class Led(CompanionThread[LeaderProcess]):
         replica: int = 0,
     ) -> None:
         super().__init__()
-        charge = LeaderCharge(
+        config = LeaderConfig(
             *(NamedRank.of(replica, 0, self.address), os.getpid(), liveness.started(), ranks, coordinator),
             *(credentials.token, credentials.job, None, timeouts, "127.0.0.1", liveness.processes(), 20),
         )
-        self.start(lambda sock: LeaderProcess(charge, sock))
+        self.start(lambda sock: LeaderProcess(config, sock))
 
     @property
     def ranks(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""Strangers and peers of a listener, and an agent that they reach: for tests of what they may do."""
+"""Strangers and peers of a listener, and a control thread that they reach: for tests of what they may do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
-from ftcomm.control.agent import Agent
+from ftcomm.control.control_thread import ControlThread
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import NO_ADDRESSES, Member
@@ -105,10 +105,12 @@ NO_MESSAGE = {
 
 
 @contextlib.contextmanager
-def an_agent(ranks: int = 1, coordinator: socket.socket | None = None) -> Iterator[tuple[Agent, tuple[str, int]]]:
+def a_control_thread(
+    ranks: int = 1, coordinator: socket.socket | None = None
+) -> Iterator[tuple[ControlThread, tuple[str, int]]]:
     """Rank 0 of replica 0, which never reaches its coordinator unless there is one, and where it listens."""
     sock, nowhere = listen("127.0.0.1", 0), coordinator or listen("127.0.0.1", 0)
-    agent = Agent(
+    control = ControlThread(
         IdleDataPlane(),  # type: ignore[arg-type]
         coordinator=nowhere.getsockname(),
         credentials=CREDENTIALS,
@@ -122,7 +124,7 @@ def an_agent(ranks: int = 1, coordinator: socket.socket | None = None) -> Iterat
         timeouts=TIMEOUTS,
     )
     try:
-        yield agent, sock.getsockname()
+        yield control, sock.getsockname()
     finally:
-        agent.stop()
+        control.stop()
         nowhere.close()

@@ -28,7 +28,7 @@ def view(epoch: int, replicas: tuple[int, ...], ranks: int = 1, step: int | None
 
 class Process:
     """One process of replica 0: a rank, and rank 0 with the leader. It has all methods of the rank; what it sends
-    upwards is an `Up`, whoever is there."""
+    upwards is a `ToLeader`, whoever is there."""
 
     def __init__(self, rank: int = 0, ranks: int = 1, timeouts: Timeouts = TIMEOUTS) -> None:
         self.rank = n.RankNode(0, rank, address(0, rank), timeouts)
@@ -45,7 +45,7 @@ class Process:
         if not isinstance(result, list):
             return result
         actions = result if self.with_leader is None else self.with_leader.carry(result)
-        return [n.Up(action.message) if isinstance(action, ToCoordinator) else action for action in actions]
+        return [act.ToLeader(action.message) if isinstance(action, ToCoordinator) else action for action in actions]
 
     def up_opened(self) -> list[InProcessAction]:
         return self._done(self.rank.up_opened() if self.with_leader is None else self.leader.opened())
@@ -102,7 +102,8 @@ def change(node: Process, to: View) -> list[InProcessAction]:
 
 
 def said(actions: list[InProcessAction], kind: type) -> list[m.Message]:
-    return [action.message for action in actions if isinstance(action, n.Up) and isinstance(action.message, kind)]
+    told = (action.message for action in actions if isinstance(action, act.ToLeader))
+    return [message for message in told if isinstance(message, kind)]
 
 
 def ticks(node: Process, start: float, seconds: float, alive: tuple[int, ...]) -> list[InProcessAction]:

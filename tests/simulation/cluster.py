@@ -212,17 +212,17 @@ class Cluster:
         if rank.state == "preparing" and self.random.random() < 0.2:
             rank.state = "ready"
             self.ready.setdefault(replica.incarnation, set()).add(index)
-            self._do_member(replica, index, [mem.ToLeader(m.Ready())])
+            self._do_member(replica, index, [act.ToLeader(m.Ready())])
         elif rank.state == "run":
             if rank.step >= self.steps:
                 rank.state = "done"
-                self._do_member(replica, index, [mem.ToLeader(m.Finished())])
+                self._do_member(replica, index, [act.ToLeader(m.Finished())])
                 return
             assert rank.view is not None
             behind = replica.number not in rank.view.contributing
             if behind and not rank.caught_up and self.random.random() < 0.5:
                 rank.caught_up = True  # said once, like by `RankNode`; here no connection to a leader ends
-                self._do_member(replica, index, [mem.ToLeader(m.CaughtUp(rank.step))])
+                self._do_member(replica, index, [act.ToLeader(m.CaughtUp(rank.step))])
             rank.state = "boundary"
             self._do_member(replica, index, rank.machine.boundary(rank.step))
         elif rank.state == "op" and rank.epoch:
@@ -349,7 +349,7 @@ class Cluster:
         if not rank.alive:
             return
         for action in actions:
-            if isinstance(action, mem.ToLeader):
+            if isinstance(action, act.ToLeader):
                 deliver = self._from_rank(replica, index, action.message)
                 self._post(self._name(replica, index), self._name(replica, "L"), deliver)
             elif isinstance(action, mem.ToMember):
@@ -360,7 +360,7 @@ class Cluster:
                 self._enter(replica, index, action)
             elif isinstance(action, act.Passed) and action.left:
                 rank.state = "left"
-                self._do_member(replica, index, [mem.ToLeader(m.Finished())])
+                self._do_member(replica, index, [act.ToLeader(m.Finished())])
             elif isinstance(action, act.Passed):
                 if rank.state == "boundary":
                     rank.state = "op"

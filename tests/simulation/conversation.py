@@ -35,7 +35,7 @@ from ftcomm.control import rank_node as n
 from ftcomm.control.finishes import NO_FINISHES
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, ProbeReason
 from ftcomm.control.rank_with_leader import InProcessAction, RankWithLeader
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Member, View
@@ -445,11 +445,11 @@ class Conversation:
         def told() -> None:
             if machine is None or machine is not self.coordinator:
                 return
-            if probe.why is Why.ACCUSED:
+            if probe.why is ProbeReason.ACCUSED:
                 self.say(
                     self.at, f"asks {rank.name}: {'it answers' if outcome is ProbeOutcome.ANSWERED else 'no answer'}"
                 )
-            elif probe.why is Why.SEARCH and self._found.get(rank.life) != outcome:
+            elif probe.why is ProbeReason.SEARCH and self._found.get(rank.life) != outcome:
                 self._found[rank.life] = outcome
                 self.say(self.at, f"dials {rank.life}: {outcome.value}")
             self._do_coordinator(machine.probed(probe, outcome, self.now))
@@ -458,7 +458,7 @@ class Conversation:
                 rank.conn = None
                 self._link_up(rank)
 
-        if outcome is ProbeOutcome.UNREACHABLE or (outcome is ProbeOutcome.MUTE and probe.why is Why.ACCUSED):
+        if outcome is ProbeOutcome.UNREACHABLE or (outcome is ProbeOutcome.MUTE and probe.why is ProbeReason.ACCUSED):
             self._later.append((self.now + DIAL, told))
         else:
             self._post(self.at, self.at, told)
@@ -548,7 +548,7 @@ class Conversation:
         for action in actions if rank.with_leader is None else rank.with_leader.carry(actions):
             if isinstance(action, ToCoordinator):
                 self._to_coordinator(rank, action.message)
-            elif isinstance(action, n.Up):
+            elif isinstance(action, act.ToLeader):
                 self._carry(rank, self._leader(rank), action.message, up=True)
             elif isinstance(action, ToRank):
                 self._carry(rank, self.lives[rank.life][action.shard], action.message, up=False)

@@ -22,7 +22,7 @@ from tests.fuzz.machines import GIVEN, TIMEOUTS
 from tests.fuzz.targets import all_messages
 from tests.rigs.asyncio_client import open_socket
 from tests.rigs.leader import Led
-from tests.rigs.peers import CREDENTIALS, DEADLINE, NO_MESSAGE, an_agent, until
+from tests.rigs.peers import CREDENTIALS, DEADLINE, NO_MESSAGE, a_control_thread, until
 
 pytestmark = pytest.mark.usefixtures("time_for_handshakes")
 
@@ -100,9 +100,9 @@ def test_a_member_speaks_for_itself_alone(count: Callable[[str], int], monkeypat
         await until(lambda: len(heard) + count("message") == len(said))
         link.close()
 
-    with an_agent() as (agent, address):
-        monkeypatch.setattr(agent._node, "from_peer", lambda message, *_: heard.append(message) or [])
-        agent.start()
+    with a_control_thread() as (control, address):
+        monkeypatch.setattr(control._node, "from_peer", lambda message, *_: heard.append(message) or [])
+        control.start()
         asyncio.run(insult(address))
     assert heard == said[1::2]
     assert count("message") == 3
@@ -116,9 +116,9 @@ def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
             handshake.number(fields, "replica")
             served.put(fields)
 
-    with an_agent() as (agent, address):
-        agent.serve("data", handler)
-        agent.start()
+    with a_control_thread() as (control, address):
+        control.serve("data", handler)
+        control.start()
         for purpose, fields in itertools.product(PURPOSES, FIELDS):
             asyncio.run(insult(address, purpose, fields))
         with wire.connect(address, CREDENTIALS, "data", {"replica": 3, "epoch": 1}, DEADLINE):

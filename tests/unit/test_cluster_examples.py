@@ -18,7 +18,7 @@ import yaml
 from lightkube.models import apps_v1, batch_v1, core_v1, networking_v1
 
 from ftcomm.cli import commands
-from ftcomm.control.etcd import Place
+from ftcomm.control.etcd import EtcdPlace
 from ftcomm.settings import Settings
 from tests.rigs.ports import free_port
 
@@ -107,7 +107,7 @@ def test_the_manifests_fit_together() -> None:
     assert {f"--replicas={training['completions']}", f"--port={service['ports'][0]['port']}"} <= set(command)
     [store] = [option.partition("=")[2] for option in command if option.startswith("--store=")]
     [client] = by_name["Service", "ftcomm-etcd"]["spec"]["ports"]
-    assert Place.parse(store, {}).endpoints == (("ftcomm-etcd", client["port"]),)
+    assert EtcdPlace.parse(store, {}).endpoints == (("ftcomm-etcd", client["port"]),)
     assert env["FTCOMM_REPLICAS"]["value"] == str(training["completions"]) == str(training["parallelism"])
     settings = {name: entry.get("value", "1") for name, entry in env.items()}
     assert dataclasses.asdict(Settings.from_env(settings))["replicas"] == training["completions"]

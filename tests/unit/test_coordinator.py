@@ -11,7 +11,7 @@ from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Log, Persist, Send, StoreFinishes
 from ftcomm.control.finishes import Finishes
 from ftcomm.control.limits import EPOCHS
-from ftcomm.control.probe_schedule import PAUSE, Probe, ProbeOutcome, Suspicions, Why
+from ftcomm.control.probe_schedule import PAUSE, Probe, ProbeOutcome, ProbeReason, Suspicions
 from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.views import Address, Addresses, Member
 from tests.rigs.coordinator_script import (
@@ -105,7 +105,8 @@ def test_the_reason_of_a_loss_is_the_proof_that_came_before_it_could_be_decided_
         for said in (m.Heartbeat(4), m.Suspect(1, "life-1", "silent", False)):
             script.tell(0, said)
         actions = script.coordinator.tick(script.now)
-        script.do([x for x in actions if probe == "comes back" or not isinstance(x, Probe) or x.why is not Why.ACCUSED])
+        asks = [x for x in actions if isinstance(x, Probe) and x.why is ProbeReason.ACCUSED]
+        script.do([x for x in actions if probe == "comes back" or x not in asks])
         if probe == "is lost" and second < TIMEOUTS.op:
             assert script.newest[0] == (0, 1)
     assert script.newest[0] == (0,)
@@ -560,7 +561,7 @@ def test_an_accused_that_is_asked_has_time_to_answer_though_nobody_runs() -> Non
     pass_time(script, 1.0, speak=(0, 1, 2))
     proof = m.Suspect(2, "life-2", "its port is another one's", True)
     asked = [action for action in script.coordinator.receive(0, proof, script.now) if isinstance(action, Probe)]
-    assert [probe.why for probe in asked] == [Why.ACCUSED]
+    assert [probe.why for probe in asked] == [ProbeReason.ACCUSED]
     suspended(script, 2 * TIMEOUTS.op, 0, 1)
     pass_time(script, 3.0, speak=[0, 1], accuse=[(0, 2)])
     assert script.newest[0] == (0, 1, 2)

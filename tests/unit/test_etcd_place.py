@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcomm.control.etcd import Away, Etcd, EtcdRefused, Place
+from ftcomm.control.etcd import Etcd, EtcdAway, EtcdPlace, EtcdRefused
 from ftcomm.control.store import StoreError
 
 pytestmark = pytest.mark.protocol
@@ -21,7 +21,7 @@ ACCOUNT = {"FTCOMM_ETCD_USER": "me", "FTCOMM_ETCD_PASSWORD": SECRET}
 
 
 def test_an_address_is_taken_apart() -> None:
-    place = Place.parse("etcd://a:1,[::1]:2/jobs/one/", {})
+    place = EtcdPlace.parse("etcd://a:1,[::1]:2/jobs/one/", {})
     assert (place.endpoints, place.prefix) == ((("a", 1), ("::1", 2)), "/jobs/one")
 
 
@@ -49,13 +49,13 @@ def test_an_address_is_taken_apart() -> None:
 )
 def test_what_cannot_work_is_said(url: str, env: dict[str, str], said: str) -> None:
     with pytest.raises(StoreError) as error:
-        Place.parse(url, env)
+        EtcdPlace.parse(url, env)
     assert said in str(error.value)
     assert SECRET not in str(error.value)
 
 
 def test_a_password_is_in_no_text() -> None:
-    place = Place.parse("etcd://[::1]:1/job", {"FTCOMM_ETCD_USER": "me", "FTCOMM_ETCD_PASSWORD": SECRET})
+    place = EtcdPlace.parse("etcd://[::1]:1/job", {"FTCOMM_ETCD_USER": "me", "FTCOMM_ETCD_PASSWORD": SECRET})
     assert SECRET not in f"{place} {place!r}"
 
 
@@ -94,11 +94,11 @@ def port() -> Iterator[int]:
         (404, "404 page not found", EtcdRefused, "no gRPC gateway"),
         (400, {"code": 3, "message": "etcdserver: request is too large"}, EtcdRefused, "request is too large"),
         (403, {"code": 7, "message": "etcdserver: permission denied"}, EtcdRefused, "permission denied"),
-        (503, {"code": 14, "message": "etcdserver: no leader"}, Away, "no leader"),
-        (429, {"code": 8, "message": "etcdserver: mvcc: database space exceeded"}, Away, "space exceeded"),
-        (500, "oops", Away, "oops"),
-        (200, {"error": {"grpc_code": 14, "message": "etcdserver: leader changed"}}, Away, "leader changed"),
-        (0, "", Away, "it closes the connection"),
+        (503, {"code": 14, "message": "etcdserver: no leader"}, EtcdAway, "no leader"),
+        (429, {"code": 8, "message": "etcdserver: mvcc: database space exceeded"}, EtcdAway, "space exceeded"),
+        (500, "oops", EtcdAway, "oops"),
+        (200, {"error": {"grpc_code": 14, "message": "etcdserver: leader changed"}}, EtcdAway, "leader changed"),
+        (0, "", EtcdAway, "it closes the connection"),
     ],
 )
 def test_answers_that_are_none(
@@ -107,7 +107,7 @@ def test_answers_that_are_none(
     monkeypatch.setattr(Answers, "status", status)
     monkeypatch.setattr(Answers, "body", body.encode() if isinstance(body, str) else json.dumps(body).encode())
     with pytest.raises(kind) as error:
-        Etcd(Place.parse(f"etcd://127.0.0.1:{port}/job", {}), 30).grant(5)
+        Etcd(EtcdPlace.parse(f"etcd://127.0.0.1:{port}/job", {}), 30).grant(5)
     assert f"127.0.0.1:{port}" in str(error.value)
     assert said in str(error.value)
 
@@ -118,11 +118,11 @@ def test_who_answers_is_asked_and_every_other_one_is_named(port: int, monkeypatc
         closed.bind(("127.0.0.1", 0))  # does not listen, and nobody else gets the port
         gone = closed.getsockname()[1]
         others = f"127.0.0.1:{gone},127.0.0.1:{deaf.getsockname()[1]}"
-        asks = Etcd(Place.parse(f"etcd://{others},127.0.0.1:{port}/job", {}), 30)
+        asks = Etcd(EtcdPlace.parse(f"etcd://{others},127.0.0.1:{port}/job", {}), 30)
         asks._clients[1].timeout = 0.2  # of the deaf one
         assert asks.grant(5) == (7, 5)
-        with pytest.raises(Away) as error:
-            Etcd(Place.parse(f"etcd://{others}/job", {}), 0.2).grant(5)
+        with pytest.raises(EtcdAway) as error:
+            Etcd(EtcdPlace.parse(f"etcd://{others}/job", {}), 0.2).grant(5)
         assert f"127.0.0.1:{gone}: Connection refused; " in str(error.value)
         assert str(error.value).endswith("no answer within its time")
 
@@ -130,9 +130,9 @@ def test_who_answers_is_asked_and_every_other_one_is_named(port: int, monkeypatc
 @pytest.mark.parametrize("env", [{}, ACCOUNT | {"FTCOMM_ETCD_CACERT": __file__}])
 def test_a_password_goes_by_tls_or_within_the_host(env: dict[str, str]) -> None:
     for host in ("a", "localhost", "127.0.0.1", "[::1]") if env else ("a",):
-        Place.parse(f"etcd://{host}:1/job", env)
+        EtcdPlace.parse(f"etcd://{host}:1/job", env)
     for host in ("localhost", "127.0.0.1", "[::1]"):
-        Place.parse(f"etcd://{host}:1/job", ACCOUNT)
+        EtcdPlace.parse(f"etcd://{host}:1/job", ACCOUNT)
 
 
 def test_no_proxy_of_the_web_hears_of_the_job(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +143,12 @@ def test_no_proxy_of_the_web_hears_of_the_job(port: int, monkeypatch: pytest.Mon
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(Answers, "body", b'{"ID": "7", "TTL": "5"}')
-        assert Etcd(Place.parse(f"etcd://127.0.0.1:{port}/job", {}), 30).grant(5) == (7, 5)
+        assert Etcd(EtcdPlace.parse(f"etcd://127.0.0.1:{port}/job", {}), 30).grant(5) == (7, 5)
 
 
 def test_tls_and_none_are_told_from_each_other(port: int) -> None:
     import certifi
 
-    place = Place.parse(f"etcd://127.0.0.1:{port}/job", {"FTCOMM_ETCD_CACERT": str(Path(certifi.where()))})
-    with pytest.raises(Away, match="it does not speak TLS; unset FTCOMM_ETCD_CACERT"):
+    place = EtcdPlace.parse(f"etcd://127.0.0.1:{port}/job", {"FTCOMM_ETCD_CACERT": str(Path(certifi.where()))})
+    with pytest.raises(EtcdAway, match="it does not speak TLS; unset FTCOMM_ETCD_CACERT"):
         Etcd(place, 5).grant(5)

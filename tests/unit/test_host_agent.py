@@ -7,9 +7,9 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
-from ftcomm.control.actions import Failed
+from ftcomm.control.actions import Failed, ToLeader
 from ftcomm.control.agent_ranks import agent_ranks
-from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToOwnLeader, ToRanks
+from ftcomm.control.host_agent import EndConnections, HostAgent, HostAgentAction, ToRanks
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.liveness import agent_described
@@ -38,8 +38,8 @@ def greeted(*shards: int) -> HostAgent:
     return agent
 
 
-def up(*shards: int, says: m.Message) -> ToOwnLeader:
-    return ToOwnLeader(m.Enclosed(shards, says))  # type: ignore[arg-type]
+def up(*shards: int, says: m.Message) -> ToLeader:
+    return ToLeader(m.Enclosed(shards, says))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_which_ranks_share_an_agent(shard: int, host_ranks: int, ranks: int, the
 def test_a_hello_goes_up_and_the_answer_names_the_processes_of_this_host() -> None:
     """A rank has a witness unless somebody sees its process: the agent does."""
     agent = fresh()
-    assert agent.opened(0.0) == [ToOwnLeader(m.AgentHello(HERE)), EndConnections()]
+    assert agent.opened(0.0) == [ToLeader(m.AgentHello(HERE)), EndConnections()]
     hello = m.Hello(3, address(0, 3))
     assert agent.from_rank(3, hello) == [up(3, says=hello)]
     welcome = m.Welcome("life-0", "another host")
@@ -130,7 +130,7 @@ def test_ranks_are_told_once_that_the_leader_is_lost_and_begin_anew_with_the_nex
     assert agent.lost("reset") == []
     assert agent.from_rank(3, m.Installed(1)) == []
     assert agent.from_rank(3, m.Hello(3, address(0, 3), "life-0")) == [ToRanks((3,), lost)]
-    assert agent.opened(5.0) == [ToOwnLeader(m.AgentHello(HERE, "life-0", 2)), EndConnections()]
+    assert agent.opened(5.0) == [ToLeader(m.AgentHello(HERE, "life-0", 2)), EndConnections()]
     assert agent.flush() == [], "it is said again"
     assert agent.from_rank(3, m.Installed(1)) == [], "its new connection begins with a hello"
     hello = m.Hello(3, address(0, 3), "life-0")
@@ -168,14 +168,14 @@ def test_the_end_of_a_process_goes_up_now_or_as_soon_as_that_can_be() -> None:
     agent = greeted()
     agent.from_rank(2, m.Installed(1))
     agent.rank_closed(3)
-    dead = ToOwnLeader(m.RankLost(3, address(0, 3), "it has ended", True))
+    dead = ToLeader(m.RankLost(3, address(0, 3), "it has ended", True))
     assert agent.rank_lost(3, "it has ended") == [up(2, says=m.Installed(1)), dead]
     agent.lost("reset")
     assert agent.rank_lost(4, "too") == []
     assert agent.opened(1.0) == [
-        ToOwnLeader(m.AgentHello(HERE, "life-0", 2)),
+        ToLeader(m.AgentHello(HERE, "life-0", 2)),
         dead,
-        ToOwnLeader(m.RankLost(4, address(0, 4), "too", True)),
+        ToLeader(m.RankLost(4, address(0, 4), "too", True)),
         EndConnections(),
     ]
     assert fresh().rank_lost(3, "too") == [], "nobody knows of it"
@@ -183,7 +183,7 @@ def test_the_end_of_a_process_goes_up_now_or_as_soon_as_that_can_be() -> None:
 
 def test_what_refuses_connections_to_a_rank_is_no_proof() -> None:
     agent = greeted()
-    assert agent.rank_refused(3, "reset") == [ToOwnLeader(m.RankLost(3, address(0, 3), "reset", False))]
+    assert agent.rank_refused(3, "reset") == [ToLeader(m.RankLost(3, address(0, 3), "reset", False))]
     agent.lost("reset")
     assert agent.rank_refused(3, "reset") == []
 
@@ -256,7 +256,7 @@ def test_a_rank_whose_agent_does_not_reach_the_leader_takes_no_answer_of_the_age
         node.beat(now)
         assert now < TIMEOUTS.heartbeat
     assert TIMEOUTS.unheard < now
-    assert next(x.message for x in node.up_opened() if isinstance(x, n.Up)) == m.Hello(3, address(0, 3), "life-0")
+    assert next(x.message for x in node.up_opened() if isinstance(x, ToLeader)) == m.Hello(3, address(0, 3), "life-0")
     node.beat(now + TIMEOUTS.beat)
     assert not node._leaderless
 
@@ -266,7 +266,7 @@ def test_what_is_not_said_again_waits_for_the_leader() -> None:
     node = cut_off()
     back = m.Reachable(1)
     assert node.tell(back) == []
-    assert n.Up(back) in node.up_opened()
+    assert ToLeader(back) in node.up_opened()
 
 
 @pytest.mark.parametrize("here", [False, True])

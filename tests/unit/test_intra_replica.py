@@ -23,7 +23,7 @@ HERE = Address("here", 0, "", 0, 0, "0" * 32)
 
 class Rank:
     """What `IntraReplicaExchange` uses of a group. `served` is set by who has children; before that a connection is
-    closed, as an agent does."""
+    closed, as a control thread does."""
 
     def __init__(self, ranks, rank, siblings, timeout=60.0):
         self.replica, self.shard, self.siblings, self.served = 2, rank, siblings, None

@@ -11,6 +11,7 @@ import pytest
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control import timeouts
+from ftcomm.control.actions import ToLeader
 from ftcomm.control.finishes import Finishes
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.timeouts import Timeouts
@@ -72,7 +73,7 @@ class World:
         replica = self.due.index(now)
         self.due[replica] += BEAT * self.random.uniform(1.0, 1.1)
         for action in self.members[replica].tick(now):
-            if isinstance(action, n.Up) and isinstance(action.message, m.Suspect):
+            if isinstance(action, ToLeader) and isinstance(action.message, m.Suspect):
                 self.blame.complaint(replica, action.message.replica, now, action.message.reason)
             elif isinstance(action, n.ToPeer):
                 there, back = (replica, action.replica), (action.replica, replica)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.host_agent import HostAgent, HostAgentAction, ToOwnLeader
+from ftcomm.control.actions import ToLeader
+from ftcomm.control.host_agent import HostAgent, HostAgentAction
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_agents import LeaderAgents
 from ftcomm.control.leader_node import LeaderNode
@@ -74,7 +75,7 @@ class Leading:
     def hear(self, actions: Sequence[HostAgentAction], above: Above | None = None) -> None:
         """Let the leader hear what the agent says, and the agent what it answers."""
         for action in actions:
-            if isinstance(action, ToOwnLeader):
+            if isinstance(action, ToLeader):
                 self.agents.received(above or self.above, action.message, 0.0)
         for said in (above or self.above).sent:
             self.agent.from_leader(said, 0.0)

@@ -14,12 +14,12 @@ from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
 from ftcomm.control import wire
-from ftcomm.control.agent import Agent
 from ftcomm.control.companion import Companion
+from ftcomm.control.control_thread import ControlThread
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_node import NOT_ALL, LeaderNode
 from ftcomm.control.links import listen
-from tests.rigs.agents import CREDENTIALS, Job
+from tests.rigs.control_threads import CREDENTIALS, Job
 from tests.rigs.leader import Led
 from tests.rigs.rank_node import TIMEOUTS, address, view
 from tests.rigs.stopped_processes import DEADLINE, until
@@ -81,11 +81,11 @@ def test_rank_0_says_again_what_other_leaders_have_said_and_where_it_has_links(s
     node.from_up(m.NewView(view(1, (0, 1, 2), 2)))
     for replica in (1, 2):
         node.from_peer(m.Boundary(replica, 1, P, None), 0.0)
-    again = [action.message for action in node.up_opened() if isinstance(action, n.Up)]
+    again = [action.message for action in node.up_opened() if isinstance(action, act.ToLeader)]
     said = [*(m.Boundary(replica, 1, P, None) for replica in (1, 2)), m.Linked(1), m.Linked(2)]
     assert again[1:] == (said if shard == 0 else [])
     node.from_up(m.NewView(view(2, (0, 1), 2)))
-    again = [action.message for action in node.up_opened() if isinstance(action, n.Up)]
+    again = [action.message for action in node.up_opened() if isinstance(action, act.ToLeader)]
     assert again[1:] == ([m.Linked(1)] if shard == 0 else [])
 
 
@@ -146,18 +146,19 @@ def test_all_ranks_hear_that_the_coordinator_is_of_another_job() -> None:
 
 def test_a_process_beside_a_rank_finds_modules_where_that_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script may have extended its path."""
-    (tmp_path / "beside.py").write_text("from ftcomm.control.companion import begin, charged\nbegin(charged()[0])\n")
+    script = "from ftcomm.control.companion import become_companion, begin\nbegin(become_companion()[0])\n"
+    (tmp_path / "beside.py").write_text(script)
     monkeypatch.syspath_prepend(tmp_path)
-    companion = Companion("beside", b"its charge", (), os.environ)
+    companion = Companion("beside", b"its config", (), os.environ)
     assert asyncio.run(companion.begun()) == ""
     companion.dismiss()
 
 
-def two_agents(job: Job, led: Led) -> list[Agent]:
-    agents = [job.agent(0, rank, led.address) for rank in range(2)]
-    for one in agents:
+def two_control_threads(job: Job, led: Led) -> list[ControlThread]:
+    controls = [job.control_thread(0, rank, led.address) for rank in range(2)]
+    for one in controls:
         one.register(DEADLINE)
-    return agents
+    return controls
 
 
 @pytest.mark.parametrize("said", [False, True], ids=["", "and has said why"])
@@ -165,17 +166,17 @@ def test_a_leader_tells_all_that_rank_0_has_ended_after_what_that_has_said_last(
     job = Job(1, 2)
     try:
         led = job.led()
-        agents = two_agents(job, led)
+        controls = two_control_threads(job, led)
         if said:
-            agents[0].give_up("it has no data")
-        ending = threading.Thread(target=agents[0].stop)
+            controls[0].give_up("it has no data")
+        ending = threading.Thread(target=controls[0].stop)
         ending.start()
         led.close(well=False)
         ending.join(DEADLINE)
-        until(lambda: isinstance(agents[1]._control.failed, act.Failed))
-        why = "it has no data" if said else f"its process {led.process._charge.pid} has ended"
-        assert agents[1]._control.failed is not None
-        assert agents[1]._control.failed.reason == f"replica 0 cannot go on: its shard 0 is lost: {why}"
+        until(lambda: isinstance(controls[1]._control.failed, act.Failed))
+        why = "it has no data" if said else f"its process {led.process._config.pid} has ended"
+        assert controls[1]._control.failed is not None
+        assert controls[1]._control.failed.reason == f"replica 0 cannot go on: its shard 0 is lost: {why}"
         until(lambda: bool(job.events_of("suspect")))
         assert job.events_of("suspect")[0]["reason"] == f"its shard 0 is lost: {why}"
     finally:
@@ -186,13 +187,13 @@ def test_a_rank_0_that_ends_as_it_should_is_no_loss() -> None:
     job = Job(1, 2)
     try:
         led = job.led()
-        agents = two_agents(job, led)
-        ends = [threading.Thread(target=one.finish, args=(DEADLINE,)) for one in agents]
+        controls = two_control_threads(job, led)
+        ends = [threading.Thread(target=one.finish, args=(DEADLINE,)) for one in controls]
         for end in ends:
             end.start()
         for end in ends:
             end.join(DEADLINE)
-        agents[0].stop()
+        controls[0].stop()
         led.close()
         assert not job.events_of("suspect", "failed")
     finally:
@@ -206,11 +207,11 @@ def test_a_call_of_a_new_coordinator_goes_through_a_rank(rank: int) -> None:
     nowhere = listen("127.0.0.1", 0)
     try:
         led = job.led()
-        agents = two_agents(job, led)
+        controls = two_control_threads(job, led)
         there = nowhere.getsockname()
         until(lambda: led.process.driver.up.link.is_up)  # type: ignore[union-attr]
         led.process.driver.up.link._opened_at -= 10.0  # type: ignore[union-attr]
-        here = agents[rank].address
+        here = controls[rank].address
         wire.connect((here.host, here.port), CREDENTIALS, "coordinator", {"port": there[1]}, DEADLINE).close()
         until(lambda: led.process.driver.up.link.address == there)  # type: ignore[union-attr]
     finally:

@@ -81,14 +81,17 @@ def test_a_process_that_ends_is_seen_by_its_kernel() -> None:
         msgspec.structs.replace(there, pids=""),
     ]
     assert not liveness.is_ending(there)
+    assert liveness.why_lost(there) == f"its process {child} runs, and takes no part in the job any more"
     os.kill(child, signal.SIGSTOP)
     os.waitid(os.P_PID, child, os.WSTOPPED)
     assert not liveness.is_ending(there)
     os.kill(child, signal.SIGKILL)
     assert liveness.is_ending(there), "it will not run again, whether it has got to its end or not"
+    assert liveness.why_lost(there) == f"its process {child} has ended"
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert liveness.is_ending(there)
     os.waitpid(child, 0)
     assert liveness.is_ending(there)
     assert not any(liveness.is_ending(one) for one in elsewhere)
+    assert {liveness.why_lost(one) for one in elsewhere} == {f"its process {child} has ended"}
     assert not liveness.is_ending(msgspec.structs.replace(there, pid=os.getpid()))

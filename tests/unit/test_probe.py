@@ -14,12 +14,12 @@ import pytest
 from ftcomm.control import handshake, liveness, probe, wire
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.peers import Peers
-from ftcomm.control.probe_schedule import Probe, ProbeOutcome, Why
+from ftcomm.control.probe_schedule import Probe, ProbeOutcome, ProbeReason
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Addresses, Member, View
-from tests.rigs.agents import Relay
+from tests.rigs.control_threads import Relay
 from tests.rigs.stopped_processes import CREDENTIALS, DEADLINE, Peer, at
 
 
@@ -104,9 +104,9 @@ def test_its_own_kernel_knows_that_a_process_has_ended_whoever_has_its_port(peer
         assert found(at(peer, boot=liveness.boot())) is ProbeOutcome.ENDED
 
 
-@pytest.mark.parametrize("why", list(Why))
+@pytest.mark.parametrize("why", list(ProbeReason))
 def test_a_stopped_process_has_one_probe_in_its_backlog_however_often_it_is_asked(
-    member: Peer, why: Why, monkeypatch: pytest.MonkeyPatch
+    member: Peer, why: ProbeReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full backlog looks like a host that is gone."""
     question = Probe(why, (1, "life"), 0, at(member))

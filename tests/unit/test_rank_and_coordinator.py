@@ -100,14 +100,14 @@ def test_reports_while_the_coordinator_is_away_are_said_when_it_is_back() -> Non
     assert node.tell(m.Report("divergence", {"op": 3})) == []
     actions = node.up_opened()
     assert isinstance(said(actions, m.Join)[0], m.Join)
-    assert actions[-1] == n.Up(m.Report("divergence", {"op": 3}))
-    assert node.tell(m.Report("divergence", {"op": 4})) == [n.Up(m.Report("divergence", {"op": 4}))]
+    assert actions[-1] == act.ToLeader(m.Report("divergence", {"op": 3}))
+    assert node.tell(m.Report("divergence", {"op": 4})) == [act.ToLeader(m.Report("divergence", {"op": 4}))]
 
 
 def test_the_first_boundary_is_told_to_the_coordinator_at_once() -> None:
     """Who joins waits for it; later ones go with the signs of life."""
     node = running()
-    assert node.boundary(0) == [act.Passed(node.view, False), n.Up(m.Heartbeat(0))]  # type: ignore[arg-type]
+    assert node.boundary(0) == [act.Passed(node.view, False), act.ToLeader(m.Heartbeat(0))]  # type: ignore[arg-type]
     assert node.boundary(1) == [act.Passed(node.view, False)]  # type: ignore[arg-type]
 
 
@@ -116,7 +116,7 @@ def test_the_end_of_a_member_is_said_again_to_a_coordinator_that_was_away() -> N
     node.up_lost("gone")
     node.peer_lost(2, 1, "its process died", proof=True)
     ended = m.Suspect(2, "life-2", "its process died", True)
-    assert node.up_opened()[1:] == [n.Up(ended)]
+    assert node.up_opened()[1:] == [act.ToLeader(ended)]
     change(node, view(2, (0, 1), step=None))
     node.up_lost("gone again")
     assert node.up_opened()[1:] == []

@@ -15,7 +15,7 @@ import pytest
 
 from ftcomm.control import handshake, host_agent_process, leaderless, links, wire
 from ftcomm.control import messages as m
-from ftcomm.control.agent import Agent
+from ftcomm.control.control_thread import ControlThread
 from ftcomm.control.dropped import counts
 from ftcomm.control.framing import framed
 from ftcomm.control.leader_driver import AGENT, LeaderDriver
@@ -23,9 +23,9 @@ from ftcomm.control.leader_node import LeaderNode
 from ftcomm.control.links import listen
 from ftcomm.control.rank_errors import JoinError
 from ftcomm.control.unstarted import NamedRank
-from ftcomm.control.upward_link import News
-from tests.rigs import agents as agents_rig
-from tests.rigs.agents import CREDENTIALS, Job, Relay
+from ftcomm.control.upward_link import JoinNews
+from tests.rigs import control_threads as rig
+from tests.rigs.control_threads import CREDENTIALS, Job, Relay
 from tests.rigs.leader import Led
 from tests.rigs.rank_node import TIMEOUTS, address, view
 from tests.rigs.stopped_processes import DEADLINE, until
@@ -43,10 +43,10 @@ class Hosts:
             job.host_agent(relay.address, range(2 * k + 2, 2 * k + 4)) for k, relay in enumerate(self.relays)
         ]
         self.below = [Relay(agent.address) for agent in self.agents]  # between ranks and agents
-        self.ranks = [job.agent(0, rank, led.address) for rank in range(HOST_RANKS)]
+        self.ranks = [job.control_thread(0, rank, led.address) for rank in range(HOST_RANKS)]
         for agent, relay in zip(self.agents, self.below, strict=True):
             self.ranks += [
-                job.agent(0, rank, led.address, host_agent=agent.place(relay.address)) for rank in agent.shards
+                job.control_thread(0, rank, led.address, host_agent=agent.place(relay.address)) for rank in agent.shards
             ]
 
     def register(self) -> None:
@@ -74,10 +74,10 @@ class Hosts:
             relay.close()
 
 
-def _train(agent: Agent) -> None:
+def _train(control: ControlThread) -> None:
     for step in itertools.count():
-        agent.boundary(step, DEADLINE)
-        if agent.left:
+        control.boundary(step, DEADLINE)
+        if control.left:
             return
         time.sleep(0.001)  # a step
 
@@ -150,7 +150,7 @@ def test_an_agent_that_ends_says_that_its_first_rank_has_ended() -> None:
         hosts.agents[1].close(well=False)
         ending.join(DEADLINE)
         until(lambda: bool(job.events_of("suspect")))
-        pid = hosts.agents[1].process._charge.pid
+        pid = hosts.agents[1].process._config.pid
         assert job.events_of("suspect")[0]["reason"] == f"its shard 4 is lost: its process {pid} has ended"
         lost = hosts.ranks[3], hosts.ranks[5]
         until(lambda: all(one._control.failed is not None for one in lost))
@@ -175,11 +175,11 @@ def test_ranks_that_are_in_no_view_yet_end_at_once_with_their_agent(monkeypatch:
     try:
         led = job.led()
         agent = job.host_agent(led.address, range(4, 6))
-        ranks = [job.agent(0, rank, led.address, host_agent=agent.place()) for rank in agent.shards]
+        ranks = [job.control_thread(0, rank, led.address, host_agent=agent.place()) for rank in agent.shards]
         until(lambda: all(one._node.machine.incarnation for one in ranks))
         agent.close()
         until(lambda: all(one._control.failed is not None for one in ranks))
-        assert all("the agent of this host is lost" in one._control.failed.reason for one in ranks)  # type: ignore[union-attr]
+        assert all("the host agent is lost" in one._control.failed.reason for one in ranks)  # type: ignore[union-attr]
         assert len(told) == len(ranks)
     finally:
         job.close()
@@ -191,7 +191,7 @@ def test_a_reset_above_begins_no_new_wait_for_a_rank_that_joins() -> None:
     hosts = Hosts(job, job.led())
     try:
         hosts.register()
-        one, agent, waits = hosts.ranks[2], hosts.agents[0].process.node, News("for a boundary", m.Stage.JOINING)
+        one, agent, waits = hosts.ranks[2], hosts.agents[0].process.node, JoinNews("for a boundary", m.Stage.JOINING)
         one._up.queued(*waits)
         begun = agent._openings
         hosts.relays[0].cut()
@@ -343,7 +343,7 @@ def test_an_agent_that_speaks_for_a_rank_of_another_host_is_not_heard(caplog: py
         before = counts().get("message", 0)
         named: handshake.Fields = {"replica": 0, "first": 2, "count": 2}
         with wire.connect(led.address, CREDENTIALS, AGENT, named, DEADLINE) as channel:
-            here = job.agent(0, 0, led.address).address
+            here = job.control_thread(0, 0, led.address).address
             for said in (m.AgentHello(here), m.Enclosed((4,), m.Hello(4, here))):
                 channel.sendall(m.encode(said))
             until(lambda: "a host agent of shards range(2, 4) speaks for shard 4" in caplog.text)
@@ -359,9 +359,9 @@ def test_ranks_of_an_agent_of_another_job_are_told_at_once(monkeypatch: pytest.M
     try:
         led = job.led()
         other = type(CREDENTIALS)(CREDENTIALS.token, "another")
-        monkeypatch.setattr(agents_rig, "CREDENTIALS", other)
+        monkeypatch.setattr(rig, "CREDENTIALS", other)
         agent = job.host_agent(led.address, range(2, 4))
-        stray = job.agent(0, 2, led.address, host_agent=agent.place())
+        stray = job.control_thread(0, 2, led.address, host_agent=agent.place())
         with pytest.raises(JoinError, match="it is of the job 'another', expected ''"):
             stray.register(DEADLINE)
         assert not led.process.driver.agents.connections
@@ -377,7 +377,7 @@ def test_a_leader_that_does_not_answer_is_named_and_not_the_agent(monkeypatch: p
     try:
         there = mute.getsockname()
         agent = job.host_agent(there, range(2, 4))
-        one = job.agent(0, 2, there, host_agent=agent.place())
+        one = job.control_thread(0, 2, there, host_agent=agent.place())
         with pytest.raises(JoinError, match=f"the leader of the replica at 127.0.0.1:{there[1]} has not answered yet"):
             one.register(3.0)
     finally:
@@ -405,7 +405,7 @@ def test_ranks_of_an_agent_of_another_version_are_told_what_to_do() -> None:
     threading.Thread(target=answer, daemon=True).start()
     try:
         agent = job.host_agent(old.getsockname(), range(2, 4))
-        one = job.agent(0, 2, old.getsockname(), host_agent=agent.place())
+        one = job.control_thread(0, 2, old.getsockname(), host_agent=agent.place())
         version = f"version {handshake.VERSION + 1}, expected {handshake.VERSION}; install the same ftcomm"
         with pytest.raises(JoinError, match=version):
             one.register(2.0)

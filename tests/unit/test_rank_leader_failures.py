@@ -32,7 +32,7 @@ def test_a_connection_to_the_leader_that_ends_is_made_again_and_all_is_said_agai
     node.from_up(m.Prepare(7, 1, 5))
     node.boundary(5)
     assert node.up_lost("the leader of the replica is lost: reset by peer") == []
-    again = [action.message for action in node.up_opened() if isinstance(action, n.Up)]
+    again = [action.message for action in node.up_opened() if isinstance(action, act.ToLeader)]
     assert again == [m.Hello(1, address(0, 1), "life-0"), m.Leave(), m.Installed(1), m.AtBoundary(7)]
 
     leader = running(ranks=2)
@@ -89,7 +89,7 @@ def test_a_rank_without_a_leader_ends_when_a_member_says_that_the_job_goes_on_wi
             assert node.peer_answered(m.RemovedIn(same)) == []
         told = node.peer_answered(m.RemovedIn(view(2, (1,), 2)))
         assert bool(told) == silent  # else its leader tells it what there is to be told
-        assert [type(action) for action in told if not isinstance(action, n.Up)] == [act.Failed] * silent
+        assert [type(action) for action in told if not isinstance(action, act.ToLeader)] == [act.Failed] * silent
 
 
 def test_a_rank_whose_leader_says_nothing_more_does_not_wait_on_for_ever() -> None:
@@ -139,7 +139,7 @@ def test_a_rank_that_lives_and_does_not_speak_is_kept_and_told_of() -> None:
 
 def test_a_rank_that_fails_tells_its_leader_which_would_wait_for_it_as_long_as_it_lives() -> None:
     (said_last, _) = running(ranks=2, rank=1).failed("out of memory")
-    assert isinstance(said_last, n.Up)
+    assert isinstance(said_last, act.ToLeader)
     leader = running(ranks=2)
     actions = leader.from_rank(1, said_last.message, 0.0)
     assert [x.reason for x in said(actions, m.Suspect)] == ["its shard 1 is lost: out of memory"]  # type: ignore[attr-defined]

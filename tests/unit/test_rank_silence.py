@@ -6,6 +6,7 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control import rank_node as n
+from ftcomm.control.actions import ToLeader
 from tests.rigs.rank_node import TIMEOUTS, running, said, ticks
 
 
@@ -57,4 +58,4 @@ def test_who_reaches_a_member_again_while_nobody_hears_that_says_so_later(rank: 
     """The complaint was heard, and would cost one of the two its place."""
     node = running(ranks=2, rank=rank)
     assert node.up_lost("reset") == node.peer_back(1) == []
-    assert n.Up(m.Reachable(1)) in node.up_opened()
+    assert ToLeader(m.Reachable(1)) in node.up_opened()

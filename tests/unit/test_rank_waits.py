@@ -63,11 +63,11 @@ def test_who_promises_another_change_at_a_boundary_does_not_pass_it_when_the_fir
     node.up_lost("the leader of the replica is lost: reset by peer")
     leader.from_up(m.Cancel(7))
     leader.from_up(m.Prepare(8, 1, 5))
-    again = [action.message for action in node.up_opened() if isinstance(action, n.Up)]
+    again = [action.message for action in node.up_opened() if isinstance(action, act.ToLeader)]
     told = [a.message for said in again for a in leader.from_rank(1, said, 0.0) if isinstance(a, ToRank)]
     assert told[-2:] == [m.Prepare(8, 1, 5), m.Decision(7, None)]
     actions = [action for message in told for action in node.from_up(message)]
-    assert actions == [n.Up(m.Promise(8, True, -1)), n.Up(m.AtBoundary(8))]
+    assert actions == [act.ToLeader(m.Promise(8, True, -1)), act.ToLeader(m.AtBoundary(8))]
     assert act.Passed(view(1, (0, 1, 2), 2), left=False) in node.from_up(m.Decision(8, None))
 
 

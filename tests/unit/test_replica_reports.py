@@ -8,7 +8,6 @@ import pytest
 
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
-from ftcomm.control import rank_node as n
 from ftcomm.control.leader import Leader, ToCoordinator
 from ftcomm.control.replica_reports import PER_BEAT, RESUMED, Installs, Losses, Resumptions
 from tests.rigs.rank_node import TIMEOUTS, running, said, view
@@ -96,7 +95,7 @@ def test_a_rank_says_with_one_message_that_it_goes_on_and_how_long_that_took(con
     if not connected:
         node.up_lost("reset by peer")
     installed, passed, *_ = node.entered(enter.view, report)
-    assert (installed, type(passed)) == (n.Up(m.Installed(2, report)), act.Passed)
+    assert (installed, type(passed)) == (act.ToLeader(m.Installed(2, report)), act.Passed)
     again = node.up_opened()
     assert said(again, m.Installed) == [m.Installed(2)]
     assert said(again, m.Report) == ([] if connected else [report])

@@ -27,7 +27,7 @@ from tests.rigs.peers import (
     DEADLINE,
     GOOD,
     MB,
-    an_agent,
+    a_control_thread,
     closed,
     framed,
     listening,
@@ -293,9 +293,9 @@ def test_a_stranger_that_refuses_in_the_place_of_the_coordinator_is_tried_again(
 
     stranger = listen("127.0.0.1", 0)
     threading.Thread(target=refuse, daemon=True).start()
-    with an_agent(1, stranger) as (agent, _):
-        agent.start()
+    with a_control_thread(1, stranger) as (control, _):
+        control.start()
         with pytest.raises(JoinError, match=r"the job is over.*waited 1 s"):
-            agent.register(1.0)
+            control.register(1.0)
     assert len(times) > 1
     assert len([record for record in caplog.records if "the job is over" in record.getMessage()]) == 1

@@ -19,7 +19,14 @@ from ftcomm.control.directory import Directory
 from ftcomm.control.field_types import ReplicaNumber
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.links import serve_messages
-from ftcomm.control.view_differences import CARRIERS, EncodedOnce, UntoldError, ViewsReceived, ViewsSent, difference
+from ftcomm.control.view_differences import (
+    CARRIERS,
+    EncodedOnce,
+    ViewDifferenceError,
+    ViewsReceived,
+    ViewsSent,
+    difference,
+)
 from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
 from tests.rigs.sealed_pair import ends, records
 
@@ -187,7 +194,7 @@ def test_a_difference_from_a_view_that_the_receiver_does_not_hold_never_makes_a_
         received.complete(ViewsSent().shorten(m.NewView(held)))
         try:
             got = received.complete(difference(m.NewView(after), after, before))
-        except UntoldError:
+        except ViewDifferenceError:
             assert held != before
             outcomes[False] += 1
         else:
@@ -215,7 +222,7 @@ def test_a_difference_that_was_changed_on_the_way_makes_the_same_view_or_none(vi
             st.binary(min_size=16, max_size=16).map(lambda digest: {"digest": digest}),
         )
     )
-    with contextlib.suppress(UntoldError):
+    with contextlib.suppress(ViewDifferenceError):
         assert received.complete(msgspec.structs.replace(short, **other)) == m.NewView(views[-1])
 
 
@@ -234,14 +241,16 @@ def test_a_view_that_does_not_follow_from_what_was_told_is_refused() -> None:
     received = ViewsReceived()
     one, two = m.NewView(view(1, {0: 1})), m.NewView(view(2, {0: 1, 1: 1}))
     late = told(difference(two, two.view, one.view))
-    with pytest.raises(UntoldError, match=r"a view of epoch 2 that does not follow .* replicas \(1,\), whose digest"):
+    with pytest.raises(
+        ViewDifferenceError, match=r"a view of epoch 2 that does not follow .* replicas \(1,\), whose digest"
+    ):
         received.complete(late)
     received.complete(told(difference(one, one.view, None)))
     assert received.complete(late) == two
     unnamed = msgspec.structs.replace(told(difference(one, one.view, None)), changed=one.view.bare().members)
-    with pytest.raises(UntoldError, match=r"a view of epoch 1 without the addresses of \[\(0, '0.1'\)\]"):
+    with pytest.raises(ViewDifferenceError, match=r"a view of epoch 1 without the addresses of \[\(0, '0.1'\)\]"):
         ViewsReceived().complete(unnamed)
-    with pytest.raises(UntoldError, match="NewView with a view of epoch 1 as it is"):
+    with pytest.raises(ViewDifferenceError, match="NewView with a view of epoch 1 as it is"):
         received.complete(one)
 
 

@@ -20,14 +20,14 @@ from pathlib import Path
 import pytest
 
 from ftcomm.control import handshake, liveness, witness
-from ftcomm.control.agent import Agent
 from ftcomm.control.companion import dismissed
+from ftcomm.control.control_thread import ControlThread
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.messages import Finished
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
-from ftcomm.control.witness import PURPOSE, Charge, Witness
+from ftcomm.control.witness import PURPOSE, Witness, WitnessConfig
 from tests.rigs.idle_data_plane import IdleDataPlane
 from tests.rigs.stopped_processes import DEADLINE, until
 
@@ -38,10 +38,10 @@ CREDENTIALS = handshake.Credentials("secret")
 # A rank that says when its witness has begun, then what else there is to say.
 RANK = """
 import asyncio, ctypes, os, signal, sys
-from ftcomm.control.witness import Charge, Witness
+from ftcomm.control.witness import WitnessConfig, Witness
 
 what, port = sys.argv[1:]
-rank = Witness(Charge("0" * 32, 1, ("127.0.0.1", int(port)), "secret", "", None, 600.0))
+rank = Witness(WitnessConfig("0" * 32, 1, ("127.0.0.1", int(port)), "secret", "", None, 600.0))
 assert asyncio.run(rank.begun()) == ""
 if what == "forks behind Python's back":
     child = ctypes.PyDLL(None).fork()
@@ -131,8 +131,8 @@ def a_rank(leader: Leader, what: str = "") -> Iterator[tuple[subprocess.Popen[st
         process.wait(DEADLINE)
 
 
-def charge(leader: Leader) -> Charge:
-    return Charge(NONCE, 1, leader.address, "secret", "", None, NEVER)
+def config(leader: Leader) -> WitnessConfig:
+    return WitnessConfig(NONCE, 1, leader.address, "secret", "", None, NEVER)
 
 
 def ends(witness: socket.socket) -> None:
@@ -156,7 +156,7 @@ def test_the_end_of_a_rank_is_told(leader: Leader) -> None:
 def test_nothing_is_told_of_a_rank_that_ends_as_it_should_whatever_has_started_the_witness(
     leader: Leader, begun: bool
 ) -> None:
-    witness = Witness(charge(leader.open()))
+    witness = Witness(config(leader.open()))
     with witness._sock.dup() as heard:
         if begun:
             assert asyncio.run(witness.begun()) == ""
@@ -184,7 +184,7 @@ def test_the_token_is_not_in_the_environment_of_a_witness(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(OSError, match="no process"):
-        Witness(Charge("0" * 32, 1, ("127.0.0.1", 1), "a secret that is long enough", "", None, 600.0))
+        Witness(WitnessConfig("0" * 32, 1, ("127.0.0.1", 1), "a secret that is long enough", "", None, 600.0))
     assert "a secret" not in " ".join(given[0].values())
     assert given[0]["PATH"] == os.environ["PATH"]
 
@@ -207,7 +207,7 @@ def test_a_script_that_waits_for_all_of_its_children_waits_for_no_witness(leader
 
 def test_a_witness_that_does_not_begin_is_missed(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    witness = Witness(charge(leader))
+    witness = Witness(config(leader))
     assert "ended before it began" in asyncio.run(witness.begun())
     witness.dismiss()
 
@@ -244,16 +244,16 @@ def test_a_connection_that_ends_without_a_message_is_no_end_of_the_rank() -> Non
 
 
 class Replica:
-    """Two agents that never reach their coordinator. `pids` are the processes that the leader sees."""
+    """Two controls that never reach their coordinator. `pids` are the processes that the leader sees."""
 
     def __init__(self, pids: str, name: str = "127.0.0.1", host: str = "127.0.0.1") -> None:
         self._nowhere = listen("127.0.0.1", 0)
         sock = listen("127.0.0.1", 0)
         port = sock.getsockname()[1]
-        self.leader = self._agent(0, sock, None, ("127.0.0.1", port), pids)
-        self.rank = self._agent(1, None, (name, port), None, liveness.pids(), host)
+        self.leader = self._control_thread(0, sock, None, ("127.0.0.1", port), pids)
+        self.rank = self._control_thread(1, None, (name, port), None, liveness.pids(), host)
 
-    def _agent(
+    def _control_thread(
         self,
         rank: int,
         leader_socket: socket.socket | None,
@@ -261,10 +261,10 @@ class Replica:
         at: tuple[str, int] | None,
         pids: str,
         host: str = "127.0.0.1",
-    ) -> Agent:
+    ) -> ControlThread:
         sock = listen("127.0.0.1", 0)
         there = (host, sock.getsockname()[1])
-        agent = Agent(
+        control = ControlThread(
             IdleDataPlane(),  # type: ignore[arg-type]
             coordinator=self._nowhere.getsockname(),
             credentials=CREDENTIALS,
@@ -277,8 +277,8 @@ class Replica:
             address=Address(*there, liveness.boot(), os.getpid(), 3, NONCE, network=liveness.network(), pids=pids),
             timeouts=Timeouts.derive(120.0, 10.0),
         )
-        agent.start()
-        return agent
+        control.start()
+        return control
 
     def met(self) -> bool:
         return self.rank._node.machine.incarnation != ""
@@ -349,6 +349,6 @@ def test_a_witness_that_was_stopped_for_longer_than_it_calls_calls_on(
 
     monkeypatch.setattr(witness.time, "monotonic", lambda: now() + skew[0])
     monkeypatch.setattr(witness.wire, "connect", tries)
-    witness.tell(Charge(NONCE, 1, leader.address, "secret", "", None, NEVER), CREDENTIALS)
+    witness.tell(WitnessConfig(NONCE, 1, leader.address, "secret", "", None, NEVER), CREDENTIALS)
     assert tried.is_set()
     leader.hears()

@@ -91,12 +91,12 @@ class CoordinatorOptions:
         if not self.store.startswith(ETCD):
             return ViewStore(Path(self.store))
         try:
-            from ftcomm.control.etcd import Place
+            from ftcomm.control.etcd import EtcdPlace
             from ftcomm.control.etcd_store import EtcdStore
         except ImportError as error:
             raise SettingsError(f"--store {ETCD}... needs etcd3gw ({error}): pip install 'ftcomm[etcd]'") from None
         try:
-            place = Place.parse(self.store, os.environ)
+            place = EtcdPlace.parse(self.store, os.environ)
         except StoreError as error:
             raise SettingsError(f"{error}.") from None
         return EtcdStore(place, self.port, self.timeouts.heartbeat, self.standby)

@@ -1,4 +1,4 @@
-"""A coordinator with agents that move nothing, in this process, and who stands between a rank and its leader."""
+"""A coordinator with control threads that move no data, in this process, and a relay between a rank and its leader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ftcomm.control import liveness
-from ftcomm.control.agent import Agent
+from ftcomm.control.control_thread import ControlThread
 from ftcomm.control.links import listen
 from ftcomm.control.own_host_agent import AgentPlace
 from ftcomm.control.server import CoordinatorServer
@@ -66,13 +66,13 @@ class Relay:
 
 
 class Job:
-    """A coordinator, and agents that move nothing, in this process."""
+    """A coordinator, and control threads that move no data, in this process."""
 
     def __init__(self, replicas: int, ranks: int, timeouts: Timeouts | None = None) -> None:
         self._ranks = ranks
         self._timeouts = timeouts or Timeouts.derive(60.0, 10.0)
         self._events: list[dict[str, object]] = []
-        self._agents: list[Agent] = []
+        self._control_threads: list[ControlThread] = []
         self._leaders: list[Led] = []
         self._host_agents: list[HostAgentThread] = []
         self._loop = asyncio.new_event_loop()
@@ -85,17 +85,17 @@ class Job:
     def do(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE)
 
-    def agent(
+    def control_thread(
         self,
         replica: int,
         rank: int,
         leader: tuple[str, int] | None = None,
         leader_socket: socket.socket | None = None,
         host_agent: AgentPlace | None = None,
-    ) -> Agent:
+    ) -> ControlThread:
         sock = listen("127.0.0.1", 0)
         nonce = f"{replica:016x}{rank:016x}"
-        made = Agent(
+        made = ControlThread(
             IdleDataPlane(),
             coordinator=self.coordinator,
             credentials=CREDENTIALS,
@@ -109,7 +109,7 @@ class Job:
             timeouts=self._timeouts,
             host_agent=host_agent,
         )
-        self._agents.append(made)
+        self._control_threads.append(made)
         made.start()
         return made
 
@@ -120,7 +120,7 @@ class Job:
         return made
 
     def host_agent(self, leader: tuple[str, int], shards: range, replica: int = 0) -> HostAgentThread:
-        """The agent of these ranks, in a thread of the test."""
+        """The host agent of these ranks, in a thread of the test."""
         made = HostAgentThread(leader, CREDENTIALS, self._timeouts, shards, self._ranks, replica)
         self._host_agents.append(made)
         return made
@@ -133,8 +133,8 @@ class Job:
         return [event for event in self._events if event["kind"] in kinds]
 
     def close(self) -> None:
-        for agent in self._agents:
-            agent.stop()
+        for control in self._control_threads:
+            control.stop()
         for host_agent in self._host_agents:
             host_agent.close()
         for leader in self._leaders:

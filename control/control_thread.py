@@ -49,7 +49,7 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.socket_events import socket_events
 from ftcomm.control.timeouts import AWAITED_EVERY, Timeouts
 from ftcomm.control.unstarted import NamedRank, asking_times
-from ftcomm.control.upward_link import News, UpwardLink
+from ftcomm.control.upward_link import JoinNews, UpwardLink
 from ftcomm.control.view_entry import ViewEntry
 from ftcomm.control.views import Address, View
 
@@ -60,7 +60,7 @@ ViewT = TypeVar("ViewT", View, "View | None")
 ACK = 2.0  # s in which a coordinator that runs takes in what it is told
 
 
-class Agent:
+class ControlThread:
     """The rank's end of the control plane. Call `start`, `register` and `enter` in this order; then the other methods,
     from any thread of the user's."""
 
@@ -116,7 +116,7 @@ class Agent:
             self._up = self._leading.up
         else:
             assert above is not None
-            what = "leader of the replica" if host_agent is None else "agent of this host"
+            what = "leader of the replica" if host_agent is None else "host agent"
             fields: handshake.Fields = {"replica": replica, "shard": shard}
             self._up = UpwardLink(
                 *(self._me, what, above, credentials, "rank", fields, address.host),
@@ -160,7 +160,7 @@ class Agent:
     # -- the user's threads --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the control thread, and the leader if this is shard 0 of several, or the agent of this host if this is
+        """Start the control thread, and the leader if this is shard 0 of several, or the host agent if this is
         its first rank. Raises `JoinError`."""
         what = "leader of its replica"
         try:
@@ -168,7 +168,7 @@ class Agent:
                 of_all = self._me, self._ranks, self._coordinator, self._credentials, self._timeouts, self.address
                 self._own_leader = OwnLeader(*of_all, self._leader_socket)
             if self._host_agent is not None and self._host_agent.listening is not None:
-                what = "agent of its host"
+                what = "host agent"
                 self._own_host_agent = self._start_host_agent(self._host_agent, self._host_agent.listening)
         except OSError as error:
             raise JoinError(
@@ -184,7 +184,7 @@ class Agent:
 
     @property
     def host_agent_pid(self) -> int:
-        """The process of the agent of this host, if this rank has started it and it has begun; otherwise 0."""
+        """The process of the host agent, if this rank has started it and it has begun; otherwise 0."""
         return 0 if self._own_host_agent is None else self._own_host_agent.pid
 
     @property
@@ -461,7 +461,7 @@ class Agent:
             self._control.do(self._node.up_lost, reason, True, self._node.has_finished)
 
     async def _end_with_host_agent(self, reason: str) -> None:
-        """End with the agent of this host, which refuses no more to be there again. The rank that has started it may be
+        """End with the host agent, which refuses no more to be there again. The rank that has started it may be
         held, so each tells it."""
         if self._node.machine.phase not in (Phase.LEFT, Phase.FAILED):
             self._up.close()  # it is told once
@@ -474,7 +474,7 @@ class Agent:
         await leaderless.tell(self._coordinator, self._credentials, *mine, why)
 
     async def _watch(self, process: OwnCompanion) -> None:
-        """End with the leader, or the agent of this host: the ranks of a replica and these live and die together. The
+        """End with the leader, or the host agent: the ranks of a replica and these live and die together. The
         others connect to nobody any more, and the coordinator hears it from here."""
         why = await process.ended()
         if self._node.machine.phase is Phase.FAILED:
@@ -533,11 +533,11 @@ class Agent:
     # -- what the node wants -------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[InProcessAction]) -> None:
-        for is_up, some in itertools.groupby(actions, lambda action: isinstance(action, n.Up)):
+        for is_up, some in itertools.groupby(actions, lambda action: isinstance(action, act.ToLeader)):
             if not is_up:
                 self._carry_out_here(some)
             elif self._up.link is not None:
-                self._up.link.send(*(action.message for action in some if isinstance(action, n.Up)))
+                self._up.link.send(*(action.message for action in some if isinstance(action, act.ToLeader)))
 
     def _carry_out_here(self, actions: Iterable[InProcessAction]) -> None:
         for action in actions:
@@ -566,7 +566,7 @@ class Agent:
             elif isinstance(action, act.JoinPending):
                 self._up.queued(action.reason, action.stage)
             elif isinstance(action, act.Known):
-                self._up.news = News("the coordinator has not answered yet")  # what this rank says next
+                self._up.news = JoinNews("the coordinator has not answered yet")  # what this rank says next
                 if not self._known.done():
                     self._known.set_result(action.view)
             elif isinstance(action, act.GoOn):
@@ -600,7 +600,7 @@ class Agent:
 
     def _end(self, reason: str, ending: m.Ending) -> None:
         """End the control thread and close its connections, so that no rank waits for this one."""
-        self._up.news = News(reason)
+        self._up.news = JoinNews(reason)
         self.data_plane.fail(reason, ending)
         self._up.close()
         for future in (self._known, self._joined, self._passed):
