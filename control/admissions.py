@@ -83,7 +83,8 @@ class Admissions:
         if not known.job.counts(replica, join.incarnation) and known.job.is_member(replica):
             if known.is_early(now):
                 return [*actions, Close(conn)]  # it tries again
-            if known.may_hold({replica}):
+            known.note_loss({replica})
+            if known.others_may_hold({replica}):
                 return [*actions, *self._lost.postpone({replica: "restarted"}), Close(conn)]  # it tries again
             known.job.unfinish(replica)  # the earlier life is lost, however it ended
             actions += self._decisions.store_finishes()
@@ -91,7 +92,7 @@ class Admissions:
             if known.done:
                 return [*actions, Send(conn, m.Removed("the job has ended with its earlier life")), Close(conn)]
         link = known.links[conn] = LeaderLink(replica, join.incarnation, join.step, join.epoch, join.loop)
-        known.untold.discard((replica, join.incarnation))
+        known.not_reconnected.discard((replica, join.incarnation))
         known.blame.connected(replica)
         actions += self._presence.heard(link, now)
         if known.job.counts(replica, join.incarnation):
@@ -197,7 +198,7 @@ class Admissions:
         if known.unheard is not None:
             return [Send(conn, known.unheard)]
         reason = "joins when a step boundary was passed; no member has come to one yet (ftcomm.steps, Group.boundary)"
-        return self._joiner_messages.tell_untold() or [Send(conn, m.Queued(reason, m.Stage.JOINING))]
+        return self._joiner_messages.register() or [Send(conn, m.Queued(reason, m.Stage.JOINING))]
 
     def dismiss(self, conn: Conn, replica: int) -> list[CoordinatorAction]:
         """Let a joiner go that has asked to leave before it was in any view: there is no boundary to wait for."""
@@ -269,8 +270,8 @@ class Admissions:
         if join.epoch == known.view.epoch:
             asked = self._changes.proposal is not None and join.replica not in self._changes.proposal.promised
             again = self._changes.cancel() if asked else []  # the question or its answer may have been lost
-            return [*again, *self._changes.installed(join.replica, join.epoch), *self._joiner_messages.tell_untold()]
+            return [*again, *self._changes.installed(join.replica, join.epoch), *self._joiner_messages.register()]
         actions: list[CoordinatorAction] = [Send(conn, m.NewView(known.view))]
         if known.unheard is not None and join.epoch == 0:  # maybe no member will run in that view
             actions.append(Send(conn, known.unheard))
-        return [*actions, *self._joiner_messages.tell_untold()]
+        return [*actions, *self._joiner_messages.register()]

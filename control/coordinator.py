@@ -21,8 +21,8 @@ Neither silence nor a connection that ends proves a death. A member is removed i
 
 If no contributing member can be heard, the coordinator itself is cut off: it decides nothing and goes on looking for
 them. It decides nothing either while no holder of the state is whole. The job ends when all holders of its state are
-proved to have ended, and none that catches up has become one (`KnownJob.may_hold`). If a connection for data ends
-between two members that live, a view of the same members makes it again.
+proved to have ended, and none that catches up has become one (`KnownJob.others_may_hold`). If a connection for data
+ends between two members that live, a view of the same members makes it again.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Coordinator:
             link.since = link.since if link.divided else known.ran.seconds
             link.divided = message.divided
             sent_on = self._changes.send_on()
-            return [*self._joiner_messages.tell_untold(), *sent_on, *(self._changes.propose() if sent_on else [])]
+            return [*self._joiner_messages.register(), *sent_on, *(self._changes.propose() if sent_on else [])]
         elif isinstance(message, m.Suspect):
             return self._suspects.suspected(replica, message, now)
         elif isinstance(message, m.Severed):

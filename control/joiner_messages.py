@@ -32,13 +32,13 @@ class JoinerMessages:
     def __init__(self, known: KnownJob) -> None:
         self._known = known
 
-    def tell_untold(self) -> list[CoordinatorAction]:
+    def register(self) -> list[CoordinatorAction]:
         """Let joiners prepare that have not been told yet. Nothing is told before the first boundary of the job: a job
         that passes none takes no replica in, and the script would train by itself while it waits."""
         known = self._known
         if known.view is None or max(link.step for link in known.links.values()) < 0:
             return []
-        told = known.joiners.tell(known.view)
+        told = known.joiners.register(known.view)
         return [Send(known.conn_of(replica), m.Registered(seen, known.loop)) for replica, seen in told]
 
     def tell_all(self, news: m.Queued) -> list[CoordinatorAction]:

@@ -1,8 +1,8 @@
 """Replicas that the coordinator knows and that are in no view. Pure.
 
-untold      no member has passed a step boundary yet, so the joiner was not told that there is a training to join
-preparing   the script builds models, reads data, compiles: no member waits for it
-waiting     the joiner is ready, and comes in with the next change at a step boundary; or there is no view yet
+unregistered  no member has passed a step boundary yet, so the joiner was not told that there is a training to join
+preparing     the script builds models, reads data, compiles: no member waits for it
+waiting       the joiner is ready, and comes in with the next change at a step boundary; or there is no view yet
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Joiners:
     def __init__(self) -> None:
         self.waiting: dict[int, Member] = {}
         self.preparing: dict[int, Member] = {}
-        self._untold: set[int] = set()  # some of `preparing`
+        self._unregistered: set[int] = set()  # some of `preparing`
 
     def __iter__(self) -> Iterator[Member]:
         return iter([*self.waiting.values(), *self.preparing.values()])
@@ -37,14 +37,14 @@ class Joiners:
             self.waiting[member.replica] = member
         else:
             self.preparing[member.replica] = member
-            self._untold.add(member.replica)
+            self._unregistered.add(member.replica)
 
     def ready(self, replica: int) -> bool:
         """Note that a joiner has prepared; False if that was known."""
         member = self.preparing.pop(replica, None)
         if member is None:
             return False
-        self._untold.discard(replica)
+        self._unregistered.discard(replica)
         self.waiting[replica] = member
         return True
 
@@ -55,17 +55,17 @@ class Joiners:
     def drop(self, replica: int) -> None:
         self.waiting.pop(replica, None)
         self.preparing.pop(replica, None)
-        self._untold.discard(replica)
+        self._unregistered.discard(replica)
 
-    def tell(self, newest: View) -> list[tuple[int, View]]:
+    def register(self, newest: View) -> list[tuple[int, View]]:
         """Returns each joiner that was not told yet, once, with the newest view as it would be with this replica."""
         told = []
-        for replica in sorted(self._untold):
+        for replica in sorted(self._unregistered):
             others = (member for member in newest.members if member.replica != replica)
             members = sorted((*others, self.preparing[replica]), key=lambda member: member.replica)
             why = f"as if replica {replica} had joined already"
             told.append((replica, View(newest.epoch, None, tuple(members), why)))
-        self._untold.clear()
+        self._unregistered.clear()
         return told
 
     def clear(self) -> list[int]:
@@ -73,5 +73,5 @@ class Joiners:
         gone = [*self.waiting, *self.preparing]
         self.waiting.clear()
         self.preparing.clear()
-        self._untold.clear()
+        self._unregistered.clear()
         return gone

@@ -68,15 +68,15 @@ class KnownJob:
         self.unvisited = bool(views)  # no member of the job has come to this coordinator yet
         self.held: dict[Conn, m.Withdrawn] = {}  # what is to be decided when it is not too early any more
         self.held_up: dict[int, float] = {}  # when a member that lives was mute last
-        self.untold: set[Life] = set()  # those that still catch up according to the store
-        self._to_speak: set[Life] | None = None  # those that catch up while all holders may be lost, see `may_hold`
+        self.not_reconnected: set[Life] = set()  # members that catch up according to the store, and have not come yet
+        self._to_speak: set[Life] | None = None  # those that catch up while all holders may be lost, see `note_loss`
         self._asked = 0.0  # s that this process had run when that began
         self._begun = now
         self._met = not views  # all known members have come, or had the time to, see `is_early`
         self._ticks = 0  # until `_met`
         for member in self.job.running:
             if not self.job.contributes(member.replica, member.incarnation):
-                self.untold.add((member.replica, member.incarnation))
+                self.not_reconnected.add((member.replica, member.incarnation))
         for member in self.job.running:
             self.detector.heard(member.replica, now)
 
@@ -127,22 +127,31 @@ class KnownJob:
         )
         return {link.replica: (link.divided, link.since) for link in members if link.replica not in self.job.finished}
 
-    def may_hold(self, lost: set[int]) -> bool:
-        """Whether `lost` are all known holders of the state, while another member may hold it: the store has it
-        catching up and it has not connected since; its leader does not hear all of its ranks; or it has not spoken
-        since this was first asked, an op timeout ago at most, so that its `CaughtUp` may be on the way."""
-        holders = self.job.unfinished_holders
-        if lost <= set(self.job.finished) or not holders <= lost:
+    def note_loss(self, lost: set[int]) -> None:
+        """Note that `lost` seem to be lost. If they are all known holders of the state, the others have an op timeout
+        to speak, from the first such note on; else the job goes on. To be called before `others_may_hold`."""
+        if not self._are_all_holders(lost):
             self.not_lost()
-            return False
-        if self._to_speak is None:
+        elif self._to_speak is None:
+            holders = self.job.unfinished_holders
             others = (member for member in self.job.running if member.replica not in holders)
             self._to_speak = {(member.replica, member.incarnation) for member in others}
             self._asked = self.ran.seconds
+
+    def others_may_hold(self, lost: set[int]) -> bool:
+        """Whether `lost` are all known holders of the state, while another member may hold it: the store has it
+        catching up and it has not connected since; its leader does not hear all of its ranks; or it has not spoken
+        since that was first noted, an op timeout ago at most, so that its `CaughtUp` may be on the way."""
+        if not self._are_all_holders(lost):
+            return False
         late = self.ran.seconds - self._asked > self.timeouts.op
-        to_speak = self._to_speak if holders and not late else set[Life]()
-        untold = {replica for replica, life in self.untold | to_speak if self.job.counts(replica, life)}
-        return bool((untold | self.divided().keys()) - lost)
+        to_speak = self._to_speak if self._to_speak and self.job.unfinished_holders and not late else set[Life]()
+        silent = {replica for replica, life in self.not_reconnected | to_speak if self.job.counts(replica, life)}
+        return bool((silent | self.divided().keys()) - lost)
+
+    def _are_all_holders(self, lost: set[int]) -> bool:
+        """Whether `lost` are all known holders of the state, and not only replicas that have finished."""
+        return self.job.unfinished_holders <= lost and not lost <= set(self.job.finished)
 
     def not_lost(self) -> None:
         """Note that the job goes on. A later loss of all holders is another one, before which all speak again."""

@@ -33,7 +33,8 @@ class LostMembers:
             return []  # the change under way removes it
         if not proved and known.job.unfinished_holders <= set(lost):
             return self.refuse_to_remove(lost)
-        if known.may_hold(set(lost)):
+        known.note_loss(set(lost))
+        if known.others_may_hold(set(lost)):
             return self.postpone(lost)
         actions = self._changes.cancel()
         step = None if known.job.settled else base.step  # members that have not run yet begin there
@@ -94,7 +95,7 @@ class LostMembers:
         return [Log("ended", {"reason": reason}), Unfit(reason)]
 
     def postpone(self, lost: dict[int, str]) -> list[CoordinatorAction]:
-        """Say that the job does not end with `lost` yet; see `KnownJob.may_hold`. They are asked for again."""
+        """Say that the job does not end with `lost` yet; see `KnownJob.others_may_hold`. They are asked for again."""
         if self._postponed_in == self._known.job.epoch:
             return []
         self._postponed_in = self._known.job.epoch

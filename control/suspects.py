@@ -137,19 +137,23 @@ class Suspects:
                 known.suspicions.drop(accusation)
             elif accusation.own:
                 actions += self._judge(accusation)
-            elif not known.may_hold({member.replica}):
-                actions.append(known.suspicions.ask(accusation, member.ranks[accusation.shard], known.ran.seconds))
             else:
-                actions += self._lost.postpone({member.replica: accusation.why})
+                known.note_loss({member.replica})
+                if known.others_may_hold({member.replica}):
+                    actions += self._lost.postpone({member.replica: accusation.why})
+                else:
+                    actions.append(known.suspicions.ask(accusation, member.ranks[accusation.shard], known.ran.seconds))
         return actions
 
     def _judge(self, accusation: Accusation) -> list[CoordinatorAction]:
         replica = accusation.life[0]
-        if not accusation.refuted and self._known.may_hold({replica}):
-            return self._lost.postpone({replica: accusation.why})
-        self._known.suspicions.drop(accusation)
         if not accusation.refuted:
+            self._known.note_loss({replica})
+            if self._known.others_may_hold({replica}):
+                return self._lost.postpone({replica: accusation.why})
+            self._known.suspicions.drop(accusation)
             return self._lost.lose({replica: accusation.why}, proved=True)
+        self._known.suspicions.drop(accusation)
         self._known.not_lost()
         reason = f"replica {accusation.by} says that it has ended ({accusation.why}), and it answers"
         return [Log("not_removed", {"replica": replica, "reason": reason})]

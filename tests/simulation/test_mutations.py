@@ -1004,13 +1004,13 @@ def judges_while_nobody_speaks(patch: Patch) -> None:
 
 def ends_before_all_have_spoken(patch: Patch) -> None:
     """A job ends with the last replica that is known to hold the state, though another one has just said so."""
-    may_hold = KnownJob.may_hold
+    note_loss = KnownJob.note_loss
 
-    def hasty(self: KnownJob, lost: set[int]) -> bool:
+    def hasty(self: KnownJob, lost: set[int]) -> None:
+        note_loss(self, lost)
         self._to_speak = set()
-        return may_hold(self, lost)
 
-    patch.setattr(KnownJob, "may_hold", hasty)
+    patch.setattr(KnownJob, "note_loss", hasty)
 
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
