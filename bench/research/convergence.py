@@ -28,7 +28,7 @@ from ftcomm.bench.research.convergence_rank import (
     Validated,
 )
 from ftcomm.errors import SettingsError
-from ftcomm.training import Verdict
+from ftcomm.training import StepDecision
 
 UNDISTURBED = "undisturbed"
 COMMON = ("steps", "width", "layers", "batch", "validate_every", "windows")  # of a request and its task
@@ -143,9 +143,11 @@ def summary(
     outcomes: dict[int, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
     lives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for record in settled:
-        outcomes[record.step].add((record.verdict, record.counted))
+        outcomes[record.step].add((record.decision, record.counted))
         lives[record.replica, record.rank, record.pid].append(record.step)
-    done = {step for step, told in outcomes.items() if any(verdict == Verdict.COMMIT.name for verdict, _ in told)}
+    done = {
+        step for step, told in outcomes.items() if any(decision == StepDecision.COMMIT.name for decision, _ in told)
+    }
     gaps = sum(b - a != 1 for steps_of in lives.values() for a, b in itertools.pairwise(steps_of))
     counted = {step: max(len(who) for _, who in told) for step, told in outcomes.items()}
     ends = [record for record in records if isinstance(record, FinalState)]
@@ -154,7 +156,7 @@ def summary(
         steps=steps,
         absent=1 - sum(counted.values()) / (steps * replicas),
         lost=len(set(range(steps)) - done),
-        discarded=sum(verdict != Verdict.COMMIT.name for told in outcomes.values() for verdict, _ in told),
+        discarded=sum(decision != StepDecision.COMMIT.name for told in outcomes.values() for decision, _ in told),
         disputed=sum(len(told) > 1 for told in outcomes.values()) + gaps,
         equal=len(ends) == replicas * ranks and all(len(found) == 1 for found in digests),
         validation=curve(records, windows),

@@ -50,7 +50,7 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
     rank: int
     pid: int
     step: int
-    verdict: str
+    decision: str
     counted: tuple[int, ...]  # replicas, ascending
     at: float
 
@@ -93,7 +93,7 @@ class RankRecords:
         self._last = outcome
         counted = tuple(sorted(outcome.counted))
         now = time.monotonic()
-        self._write(Settled(self.replica, self.rank, os.getpid(), outcome.step, outcome.verdict.name, counted, now))
+        self._write(Settled(self.replica, self.rank, os.getpid(), outcome.step, outcome.decision.name, counted, now))
 
     @torch.no_grad()
     def validate(self, step: int, model: nn.Module, samples: Tensor, replicas: list[int]) -> None:

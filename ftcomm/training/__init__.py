@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ftcomm.training.metrics import Metrics
     from ftcomm.training.rng import Rng
     from ftcomm.training.step_loop import StepLoop
-    from ftcomm.training.vote import Outcome, Verdict
+    from ftcomm.training.vote import Outcome, StepDecision
 
 _HOME = {
     "Batches": "ftcomm.training.data",
@@ -23,11 +23,11 @@ _HOME = {
     "Outcome": "ftcomm.training.vote",
     "StepLoop": "ftcomm.training.step_loop",
     "Rng": "ftcomm.training.rng",
-    "Verdict": "ftcomm.training.vote",
+    "StepDecision": "ftcomm.training.vote",
     "scaled": "ftcomm.training.lr_scaling",
 }
 
-__all__ = ["Batches", "Checkpoints", "Loader", "Metrics", "Outcome", "Rng", "StepLoop", "Verdict", "scaled"]
+__all__ = ["Batches", "Checkpoints", "Loader", "Metrics", "Outcome", "Rng", "StepDecision", "StepLoop", "scaled"]
 
 
 def __getattr__(name: str) -> Any:
@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'ftcomm.training' has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

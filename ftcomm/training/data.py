@@ -24,7 +24,7 @@ import numpy as np
 
 from ftcomm.control.decode import learn
 from ftcomm.errors import ArgumentError, StateError
-from ftcomm.training.vote import Outcome, Verdict
+from ftcomm.training.vote import Outcome, StepDecision
 
 if TYPE_CHECKING:
     from ftcomm.groups.group import Group
@@ -133,7 +133,7 @@ class Batches:
     def settled(self, outcome: Outcome) -> None:
         """Take the outcome of an attempt at a step, from the step loop. The batches of the replicas that count are
         trained, unless all are to repeat the step."""
-        if outcome.verdict is not Verdict.REPEAT:
+        if outcome.decision is not StepDecision.REPEAT:
             self.ledger = self.ledger.after(outcome.counted)
 
     def ahead(self) -> Iterator[int]:

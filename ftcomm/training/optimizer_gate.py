@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftcomm.training.kinds import is_average, is_lbfgs, is_optimizer, is_scheduler
-from ftcomm.training.vote import Verdict
+from ftcomm.training.vote import StepDecision
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class StepDecider(Protocol):
     """The interface of what decides at a gate."""
 
-    def verdict(self) -> Verdict:
-        """Returns the verdict on this step; takes the vote if that was not taken yet."""
+    def decision(self) -> StepDecision:
+        """Returns the decision on this step; takes the vote if that was not taken yet."""
 
     def update(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
         """Let an optimizer step."""
@@ -105,7 +105,7 @@ class _OptimizerGate(StepOverride):
 
             with torch.enable_grad():
                 loss = closure()
-        if self._decider.verdict() is Verdict.COMMIT:
+        if self._decider.decision() is StepDecision.COMMIT:
             self._decider.update(self.owner, functools.partial(self.real, **kwargs))
         return loss
 
@@ -116,7 +116,7 @@ class _SchedulerGate(StepOverride):
         self._decider = decider
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self._decider.verdict() in (Verdict.COMMIT, Verdict.SKIP):
+        if self._decider.decision() in (StepDecision.COMMIT, StepDecision.SKIP):
             self.real(*args, **kwargs)
 
 
@@ -128,5 +128,5 @@ class _AverageGate(StepOverride):
         self._decider = decider
 
     def step(self, model: Module) -> None:
-        if self._decider.verdict() is Verdict.COMMIT:
+        if self._decider.decision() is StepDecision.COMMIT:
             self.real(model)

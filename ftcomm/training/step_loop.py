@@ -46,7 +46,7 @@ from ftcomm.training.samples import SampleSource
 from ftcomm.training.startup_check import check_start, policy
 from ftcomm.training.state import Stateful, flatten
 from ftcomm.training.throttle import Throttle
-from ftcomm.training.vote import Outcome, Verdict, Voter
+from ftcomm.training.vote import Outcome, StepDecision, Voter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ TELL = 10.0  # seconds between two reports of where the time has gone
 PAUSE = 3600.0  # s that a pause may last
 PROGRESS = "ftcomm"  # the entry of the state that tells a joiner the step of the others
 
-NanPolicy = Literal["raise", "skip"] | Callable[[int], Verdict]
+NanPolicy = Literal["raise", "skip"] | Callable[[int], StepDecision]
 
 
 class LoopProgress:
@@ -97,7 +97,7 @@ class StepLoop:
         of a step notices a loss in it; that step is completed.
     nan: what to do when the loss given to `commit`, or a gradient of an optimizer in `state`, is not finite. None: do
         not look; "skip": no update, go on with the next step; "raise": `StepError` on all replicas; or a callable that
-        gets the step and returns a `Verdict`. The look at the gradients reads them once.
+        gets the step and returns a `StepDecision`. The look at the gradients reads them once.
     lr: the factor for learning rates of optimizers in `state` while replicas are away: "none", "linear" or "sqrt" of
         the share of the `replicas` of the job that have contributed. Schedulers do not see it.
     repeat_on: exceptions that `guard` takes for errors that may pass, besides CUDA's and those that follow from an
@@ -170,7 +170,7 @@ class StepLoop:
         self._attempt: tuple[int, int] | None = None  # as it is recorded
         self._stalled = 0.0  # the group's stalled seconds when this step began
         self._ended = False
-        self._verdict: Verdict | None = None  # the verdict on this attempt
+        self._decision: StepDecision | None = None  # the decision on this attempt
         self._counted: frozenset[int] = frozenset()
         self._present: frozenset[int] = frozenset()  # the replicas in the last vote
         self._told = time.monotonic()
@@ -247,19 +247,19 @@ class StepLoop:
         False: do not update, and call `begin` again. Optimizers in `state` take the vote by themselves, so a script
         needs this call only for optimizers elsewhere, or to have a `loss` looked at.
         """
-        return self.verdict(loss) is Verdict.COMMIT
+        return self.decision(loss) is StepDecision.COMMIT
 
-    def verdict(self, loss: Tensor | float | None = None) -> Verdict:
-        """Does what `commit` does, but returns the verdict."""
+    def decision(self, loss: Tensor | float | None = None) -> StepDecision:
+        """Does what `commit` does, but returns the decision."""
         if not self._in_step:
-            return Verdict.COMMIT  # before or after the loop
-        if self._verdict is None:
+            return StepDecision.COMMIT  # before or after the loop
+        if self._decision is None:
             pending.settle()  # what was called in this step belongs to it
             with self._recorder.phase(PhaseKind.VOTE, step=self.step):
-                self._verdict, self._counted = self._take_vote(self._mine(loss))
+                self._decision, self._counted = self._take_vote(self._mine(loss))
             healthy = len(self._counted) if self._vote else self._total
             self.lr_scale = lr_multiplier(self._lr, healthy, self._total)
-        return self._verdict
+        return self._decision
 
     def update(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
         """Let an optimizer step, if the step counts. Its gate calls this."""
@@ -283,7 +283,7 @@ class StepLoop:
         may have been made, or the others of this replica would wait for this rank in groups of another backend.
         """
         repeats = self._vote and self._group.internals.repeats
-        if not repeats or not self._in_step or self._verdict is Verdict.COMMIT:
+        if not repeats or not self._in_step or self._decision is StepDecision.COMMIT:
             raise error
         if self._failed is None:
             self._failed = error
@@ -440,7 +440,7 @@ class StepLoop:
             self._group.emit("trained", step=self.step)  # tells a launcher that a later failure is not in a step
 
     def _enter(self) -> int:
-        self._verdict, self._counted, self._failed = None, frozenset(), None
+        self._decision, self._counted, self._failed = None, frozenset(), None
         self._stalled = self._group.internals.stalled_seconds()
         self._in_step = True
         self._attempt = self._recorder.begin(PhaseKind.STEP, step=self.step, number=self._progress.attempts)
@@ -454,20 +454,20 @@ class StepLoop:
 
     def _settle(self) -> None:
         """Settle the step after its body, and tell the outcome to all entries that want it."""
-        verdict = self.verdict()
+        decision = self.decision()
         self._in_step = False
-        self._record_outcome(failed=verdict is not Verdict.COMMIT)
+        self._record_outcome(failed=decision is not StepDecision.COMMIT)
         self._settle_snapshot()
         progress = self._progress
-        outcome = self.outcome = Outcome(progress.step, verdict, self._counted)
+        outcome = self.outcome = Outcome(progress.step, decision, self._counted)
         for entry in self._entries.values():
             settled = getattr(entry, "settled", None)
             if settled is not None:
                 self._now_or_later(functools.partial(settled, outcome))
-        self._account(verdict)
-        if verdict is Verdict.RAISE:
+        self._account(decision)
+        if decision is StepDecision.RAISE:
             raise StepError(f"step {progress.step}: {self._why()}") from self._failed
-        if verdict is Verdict.REPEAT:
+        if decision is StepDecision.REPEAT:
             progress.attempts += 1
             if progress.attempts > self._max_repeats:
                 raise StepError(
@@ -489,18 +489,18 @@ class StepLoop:
         else:
             action()
 
-    def _account(self, verdict: Verdict) -> None:
+    def _account(self, decision: StepDecision) -> None:
         contributes = self._group.contributes
         before, self._stalled = self._stalled, self._group.internals.stalled_seconds()
         stalled = self._stalled - before
-        if verdict is Verdict.COMMIT:
+        if decision is StepDecision.COMMIT:
             self._watch.lap("training" if contributes else "catching_up", stalled)
             if contributes:
                 self._watch.count("steps")
         else:
             self._watch.lap("wasted", stalled)
-            self._watch.count("skipped" if verdict is Verdict.SKIP else "discarded")
-            self._say("step_discarded", step=self.step, verdict=verdict.name.lower())
+            self._watch.count("skipped" if decision is StepDecision.SKIP else "discarded")
+            self._say("step_discarded", step=self.step, decision=decision.name.lower())
 
     def _tidy(self) -> None:
         self._scalers.repeat()
@@ -521,20 +521,20 @@ class StepLoop:
 
     # -- votes ---------------------------------------------------------------------------------------------------
 
-    def _mine(self, loss: Tensor | float | None) -> Verdict:
-        """Returns the verdict of this rank on its attempt."""
+    def _mine(self, loss: Tensor | float | None) -> StepDecision:
+        """Returns the decision of this rank on its attempt."""
         if self._failed is not None:
-            return Verdict.REPEAT
+            return StepDecision.REPEAT
         if self._nan is None or self._finite(loss):
-            return Verdict.COMMIT
+            return StepDecision.COMMIT
         if callable(self._nan):
-            verdict = self._nan(self.step)
+            decision = self._nan(self.step)
         else:
-            verdict = Verdict.SKIP if self._nan == "skip" else Verdict.RAISE
-        if verdict is not Verdict.COMMIT:
+            decision = StepDecision.SKIP if self._nan == "skip" else StepDecision.RAISE
+        if decision is not StepDecision.COMMIT:
             self._failed = FtcommError("the loss or a gradient is not finite here")
             self._report("step_failed", step=self.step, error=str(self._failed))
-        return verdict
+        return decision
 
     def _finite(self, loss: Tensor | float | None) -> bool:
         if loss is not None and not math.isfinite(float(loss)):
@@ -548,20 +548,20 @@ class StepLoop:
 
         return bool(torch.nn.utils.get_total_norm(grads, math.inf).isfinite())
 
-    def _take_vote(self, mine: Verdict) -> tuple[Verdict, frozenset[int]]:
+    def _take_vote(self, mine: StepDecision) -> tuple[StepDecision, frozenset[int]]:
         # The contributors of the step are the same on all members; views arrive at different times.
         contributors = frozenset(self._group.contributors)
         if not self._counts:
-            return Verdict.COMMIT, contributors
+            return StepDecision.COMMIT, contributors
         # A rank that repeats may have reduced a part of the step, for which none counts. Otherwise all say the same.
-        contributed = None if mine is Verdict.REPEAT else self._contributed()
+        contributed = None if mine is StepDecision.REPEAT else self._contributed()
         if self._vote:
             assert self._voter is not None
-            verdict, present, counted = self._voter.take(mine, contributed)
+            decision, present, counted = self._voter.take(mine, contributed)
             self._saw(present)
-            return verdict, counted
+            return decision, counted
         counted = contributors if contributed is None else contributed
-        return Verdict.COMMIT, counted if self._voter is None else self._voter.agree(counted)
+        return StepDecision.COMMIT, counted if self._voter is None else self._voter.agree(counted)
 
     def _contributed(self) -> frozenset[int] | None:
         """Returns the replicas whose input is in all that was reduced in this step; None if nothing was."""
@@ -580,10 +580,10 @@ class StepLoop:
         time.sleep(VOTE_EVERY)
         seconds = time.monotonic() - since
         assert self._voter is not None
-        mine = Verdict.RAISE if seconds > self._pause_timeout else Verdict.COMMIT
-        verdict, present, _ = self._voter.take(mine)
+        mine = StepDecision.RAISE if seconds > self._pause_timeout else StepDecision.COMMIT
+        decision, present, _ = self._voter.take(mine)
         self._saw(present)
-        if verdict is Verdict.RAISE:
+        if decision is StepDecision.RAISE:
             raise StepError(
                 f"training has paused for {seconds:.0f} s at step {self.step}: {len(present)} replicas contribute, "
                 f"min_replicas={self._min}. Start the others again, or allow more with pause_timeout."
@@ -627,7 +627,7 @@ def _check_arguments(
 ) -> None:
     lr_multiplier(lr, 1, 1)
     if nan is not None and nan not in ("raise", "skip") and not callable(nan):
-        raise ArgumentError(f"nan={nan!r}; expected None, 'raise', 'skip', or a callable that returns a Verdict.")
+        raise ArgumentError(f"nan={nan!r}; expected None, 'raise', 'skip', or a callable that returns a StepDecision.")
     if not vote and (least > 0 or nan is not None or lr != "none"):
         raise ArgumentError("vote=False with min_replicas, nan or lr: these rest on the vote; leave vote=True.")
     if least > total:

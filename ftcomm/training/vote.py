@@ -1,6 +1,6 @@
 """The vote at the end of a step, on whether all ranks of all replicas have finished it without an error of their own.
 
-    rank i of every replica     one small all-reduce, with a byte for each replica: its verdict, or 0 if it is absent
+    rank i of every replica     one small all-reduce, with a byte for each replica: its decision, or 0 if it is absent
     ranks of one replica        shard 0 hears what all know, and tells them what follows (intra_replica.py)
 
 In this order all decide alike, whichever process dies meanwhile: the result of an all-reduce is the same on all members
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 SLOTS = 97  # replicas at least; an odd number that a user's array is unlikely to have
 
 
-class Verdict(enum.IntEnum):
-    """The decision on a step; the highest verdict of any rank holds for all. 0 is no vote."""
+class StepDecision(enum.IntEnum):
+    """The decision on a step; the highest one of any rank holds for all. 0 is no vote."""
 
     COMMIT = 1  # update, and go on
     SKIP = 2  # no update, and go on, since the same data would fail again
@@ -49,34 +49,35 @@ class Outcome:
     """
 
     step: int
-    verdict: Verdict
+    decision: StepDecision
     counted: frozenset[int]
 
 
 def row_of(votes: np.ndarray[Any, Any], contributed: Iterable[int] | None) -> bytes:
-    """Returns what one rank knows: the verdict, then a byte for each replica that voted, and one for each that
+    """Returns what one rank knows: the decision, then a byte for each replica that voted, and one for each that
     contributed to the step on that rank. `votes` is the result of its all-reduce. Pure."""
-    said = np.where(votes > Verdict.RAISE, Verdict.REPEAT, votes)  # an unknown verdict counts as a step not done
+    unknown = votes > StepDecision.RAISE  # which counts as a step not done
+    said = np.where(unknown, StepDecision.REPEAT, votes)
     voted = (votes > 0).astype(np.uint8)
     marks = voted
     if contributed is not None:
         marks = np.zeros_like(voted)
         marks[list(contributed)] = 1
-    return b"".join((bytes((max(int(said.max()), Verdict.COMMIT),)), voted.tobytes(), marks.tobytes()))
+    return b"".join((bytes((max(int(said.max()), StepDecision.COMMIT),)), voted.tobytes(), marks.tobytes()))
 
 
 def fold(rows: Sequence[bytes]) -> bytes:
-    """Returns what the ranks of `rows` know together, as a row: the highest verdict, and who voted, and contributed, on
-    all of them. Pure."""
+    """Returns what the ranks of `rows` know together, as a row: the highest decision, and who voted, and contributed,
+    on all of them. Pure."""
     known = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
     return b"".join((bytes((int(known[:, 0].max()),)), known[:, 1:].min(axis=0).tobytes()))
 
 
-def decide(row: bytes) -> tuple[Verdict, frozenset[int], frozenset[int]]:
-    """Returns the verdict on the step, who voted, and who contributed on all ranks that `row` is of. Pure."""
+def decide(row: bytes) -> tuple[StepDecision, frozenset[int], frozenset[int]]:
+    """Returns the decision on the step, who voted, and who contributed on all ranks that `row` is of. Pure."""
     voted, contributed = np.split(np.frombuffer(row, np.uint8)[1:], 2)
-    verdict = Verdict(row[0]) if row[0] in list(Verdict) else Verdict.REPEAT
-    return verdict, _marked(voted), _marked(contributed)
+    decision = StepDecision(row[0]) if row[0] in list(StepDecision) else StepDecision.REPEAT
+    return decision, _marked(voted), _marked(contributed)
 
 
 def _marked(marks: np.ndarray[Any, Any]) -> frozenset[int]:
@@ -97,28 +98,28 @@ class Voter:
         self._intra = IntraReplicaExchange(group) if group.shards > 1 else None
 
     def take(
-        self, verdict: Verdict, contributed: Iterable[int] | None = None
-    ) -> tuple[Verdict, frozenset[int], frozenset[int]]:
-        """Give `verdict`, and return what all decide: see `decide`. Blocks until all have come.
+        self, decision: StepDecision, contributed: Iterable[int] | None = None
+    ) -> tuple[StepDecision, frozenset[int], frozenset[int]]:
+        """Give `decision`, and return what all decide: see `decide`. Blocks until all have come.
 
         `contributed` are those to all that was reduced on this rank in the step; None, as on all, if nothing was: then
         those who vote count. Raises what an all-reduce raises, except `MismatchError`: a rank that is still in the step
-        will vote to repeat it, so this rank does. Raises `ArgumentError`, on this rank alone, on a wrong verdict, and
+        will vote to repeat it, so this rank does. Raises `ArgumentError`, on this rank alone, on a wrong decision, and
         while another thread is in a collective of the group; the others then hear nothing of that vote.
         """
-        if verdict not in iter(Verdict):
+        if decision not in iter(StepDecision):
             raise ArgumentError(
-                f"{self._who()}: a vote of {verdict!r}; expected one of {', '.join(x.name for x in Verdict)} "
-                "(ftcomm.training.Verdict)"
+                f"{self._who()}: a vote of {decision!r}; expected one of {', '.join(x.name for x in StepDecision)} "
+                "(ftcomm.training.StepDecision)"
             )
         while True:
             ballot: np.ndarray[Any, Any] = np.zeros(self._slots, np.uint8)
-            ballot[self._group.replica] = verdict
+            ballot[self._group.replica] = decision
             try:
                 self._group.allreduce(ballot)
                 break
             except MismatchError:
-                verdict = max(verdict, Verdict.REPEAT)
+                decision = max(decision, StepDecision.REPEAT)
             except ArgumentError as error:
                 raise ArgumentError(
                     f"{self._who()} cannot vote on its step, as the vote is a collective of the loop's group: {error}"
@@ -131,7 +132,7 @@ class Voter:
 
     def _together(
         self, ballot: np.ndarray[Any, Any], contributed: Iterable[int] | None
-    ) -> tuple[Verdict, frozenset[int], frozenset[int]]:
+    ) -> tuple[StepDecision, frozenset[int], frozenset[int]]:
         row = row_of(ballot, contributed)
         return decide(row if self._intra is None else self._intra.exchange(row, fold))
 

@@ -10,7 +10,7 @@ import pytest
 
 import ftcomm
 from ftcomm.training import rank_tree
-from ftcomm.training.vote import Verdict, Voter
+from ftcomm.training.vote import StepDecision, Voter
 
 from .job import Job, Notes
 from .test_faults import _until as until
@@ -28,8 +28,8 @@ def vote(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     for step in ftcomm.steps(10_000):
         group.allreduce(np.ones(8, np.float32))
         skips = (group.replica, group.shard, step) == (1, RANKS - 1, SKIPPED)
-        verdict, voted, _ = voter.take(Verdict.SKIP if skips else Verdict.COMMIT)
-        notes.write(kind="step", step=step, verdict=verdict, voted=sorted(voted))
+        decision, voted, _ = voter.take(StepDecision.SKIP if skips else StepDecision.COMMIT)
+        notes.write(kind="step", step=step, decision=decision, voted=sorted(voted))
 
 
 def test_all_ranks_vote_alike_in_a_tree_and_the_loss_of_one_between_ends_its_replica_alone(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_all_ranks_vote_alike_in_a_tree_and_the_loss_of_one_between_ends_its_rep
         for votes in zip(*(voted((0, rank)) for rank in range(RANKS)), strict=True):
             assert [vote == votes[0] for vote in votes] == [True] * RANKS, votes
             step, who = votes[0]["step"], votes[0]["voted"]
-            assert votes[0]["verdict"] == (Verdict.SKIP if step == SKIPPED else Verdict.COMMIT)
+            assert votes[0]["decision"] == (StepDecision.SKIP if step == SKIPPED else StepDecision.COMMIT)
             alone = alone or who == [0]
             assert who == ([0] if alone else [0, 1])
         assert alone

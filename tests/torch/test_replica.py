@@ -22,7 +22,7 @@ def outcomes(job: Job) -> dict[tuple[int, int], list[tuple[int, str, tuple[int, 
     found: dict[tuple[int, int], list[tuple[int, str, tuple[int, ...]]]] = defaultdict(list)
     for replica, rank, note in job.notes():
         if note["kind"] == "outcome":
-            found[replica, rank].append((note["step"], note["verdict"], tuple(note["counted"])))
+            found[replica, rank].append((note["step"], note["decision"], tuple(note["counted"])))
     return found
 
 
@@ -47,14 +47,16 @@ def test_errors_inside_steps_are_repeated_with_equal_bits_while_a_replica_dies_a
         assert len({note["steps"] for note in finals(job)}) == 1
         told = outcomes(job)
         assert told[0, 0] == told[2, 0]
-        repeated = {step for step, verdict, _ in told[0, 0] if verdict == "REPEAT"}
-        skipped = {step for step, verdict, _ in told[0, 0] if verdict == "SKIP"}
+        repeated = {step for step, decision, _ in told[0, 0] if decision == "REPEAT"}
+        skipped = {step for step, decision, _ in told[0, 0] if decision == "SKIP"}
         failed = {step for where, step in faults(job) if where != "nan" and step <= max(repeated)}
         sure = {step for where, step in faults(job, {0, 2}) if where != "nan" and step <= max(repeated)}
         assert sure <= repeated <= failed, "1 may have died after its fault, before anybody heard of it"
         assert skipped <= {step for where, step in faults(job) if where == "nan"}
         assert skipped, "no fault of that kind came"
-        assert [step for step, verdict, _ in told[0, 0] if verdict != "REPEAT"] == list(range(finals(job)[0]["steps"]))
+        assert [step for step, decision, _ in told[0, 0] if decision != "REPEAT"] == list(
+            range(finals(job)[0]["steps"])
+        )
         (fetched,) = reported(job, "state_fetched")
         assert fetched["replayed"] > 3, "the transfer did not outlast any steps"
 
@@ -70,7 +72,7 @@ def test_repeated_steps_leave_no_trace(tmp_path: Path) -> None:
             assert [job.join(0), job.join(1)] == [[0], [0]], job.errors()
             assert {where for where, _ in faults(job)} == (set(passing) if share else set())
             ends += [note["digest"] for note in finals(job)]
-            repeated = [verdict for _, verdict, _ in outcomes(job)[0, 0]].count("REPEAT")
+            repeated = [decision for _, decision, _ in outcomes(job)[0, 0]].count("REPEAT")
             assert bool(repeated) == bool(share)
     assert len(ends) == 4
     assert len(set(ends)) == 1
@@ -92,7 +94,7 @@ def test_two_ranks_of_a_replica_vote_as_one(tmp_path: Path) -> None:
         end_together(job, {0, 1})
         told = outcomes(job)
         assert told[1, 0] == told[1, 1]
-        assert {"REPEAT", "SKIP"} <= {verdict for _, verdict, _ in told[1, 0]}
+        assert {"REPEAT", "SKIP"} <= {decision for _, decision, _ in told[1, 0]}
 
 
 @pytest.mark.protocol
@@ -159,29 +161,29 @@ def test_begin_and_commit_by_hand(tmp_path: Path) -> None:
             assert job.join(replica) == [0], job.errors()
         assert len({note["digest"] for note in finals(job)}) == 1
         steps = [
-            (note["step"], note["verdict"])
+            (note["step"], note["decision"])
             for replica, _, note in job.notes()
             if replica == 0 and note["kind"] == "step"
         ]
-        assert [step for step, verdict in steps if verdict == "COMMIT"] == list(range(steps[-1][0] + 1))
-        assert {0, 1, 5, 6} <= {step for step, verdict in steps if verdict == "REPEAT"}
+        assert [step for step, decision in steps if decision == "COMMIT"] == list(range(steps[-1][0] + 1))
+        assert {0, 1, 5, 6} <= {step for step, decision in steps if decision == "REPEAT"}
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_a_step_that_is_not_finite(tmp_path: Path, policy: str) -> None:
     with Job(tmp_path, replicas=2, body=voting.never_finite, nan=policy) as job:
         codes = [job.join(0), job.join(1)]
-        verdicts: dict[int, list[Any]] = defaultdict(list)
+        decisions: dict[int, list[Any]] = defaultdict(list)
         for replica, _, note in job.notes():
             if note["kind"] == "step":
-                verdicts[replica].append((note["step"], note["verdict"]))
-        assert verdicts[0] == verdicts[1]
+                decisions[replica].append((note["step"], note["decision"]))
+        assert decisions[0] == decisions[1]
         if policy == "skip":
             assert codes == [[0], [0]]
-            assert verdicts[0] == [(step, "SKIP" if step == 3 else "COMMIT") for step in range(6)]
+            assert decisions[0] == [(step, "SKIP" if step == 3 else "COMMIT") for step in range(6)]
         else:
             assert codes == [[1], [1]]
-            assert verdicts[0][-1] == (3, "RAISE")
+            assert decisions[0][-1] == (3, "RAISE")
             errors = {replica: text for replica, _, text in job.errors()}
             assert "StepError: step 3: another replica has failed in it" in errors[0]
             assert "StepError: step 3: FtcommError: the loss or a gradient is not finite here" in errors[1]

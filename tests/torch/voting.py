@@ -12,7 +12,7 @@ from torch import nn
 
 import ftcomm
 from ftcomm.torch.buckets import GradientBuckets
-from ftcomm.training import Rng, StepLoop, Verdict
+from ftcomm.training import Rng, StepDecision, StepLoop
 from ftcomm.training.state import digest
 
 from ..process.job import Notes
@@ -35,9 +35,9 @@ class Diary:
         self.attempts[step] = self.attempts.get(step, 0) + 1
 
     def settled(self, outcome: Any) -> None:
-        self.settled_steps += outcome.verdict is not Verdict.REPEAT
+        self.settled_steps += outcome.decision is not StepDecision.REPEAT
         self._notes.write(
-            kind="outcome", step=outcome.step, verdict=outcome.verdict.name, counted=sorted(outcome.counted)
+            kind="outcome", step=outcome.step, decision=outcome.decision.name, counted=sorted(outcome.counted)
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -97,9 +97,9 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
             optimizer.step()
             scheduler.step()
             buckets.zero_grad()
-        verdict = loop.verdict()
+        decision = loop.decision()
         # of the state after a step that counts, on those whose state it is
-        wanted = verdict is Verdict.COMMIT and group.contributes
+        wanted = decision is StepDecision.COMMIT and group.contributes
         notes.write(kind="step", step=step, digest=digest(weights(state)) if wanted else "", scale=loop.lr_scale)
         time.sleep(arguments.get("pace", 0.0))
     notes.write(kind="final", digest=digest(state), contributes=group.contributes, steps=loop.step)
@@ -127,7 +127,7 @@ def begin_and_commit(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(group.replica if not group.contributes else 0.5)
-    loop = StepLoop({"model": model}, group, nan=lambda step: Verdict.REPEAT)
+    loop = StepLoop({"model": model}, group, nan=lambda step: StepDecision.REPEAT)
     tried: set[int] = set()
     for step in steps_until_told(group, arguments, {}, loop):
         x = model.weight.detach().sin().add(step)
@@ -137,7 +137,7 @@ def begin_and_commit(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
         if loop.commit(float("nan") if bad else 0.0):
             with torch.no_grad():
                 model.weight.sub_(0.01 * x)
-        notes.write(kind="step", step=step, digest=digest({"model": model}), verdict=loop.verdict().name)
+        notes.write(kind="step", step=step, digest=digest({"model": model}), decision=loop.decision().name)
         time.sleep(arguments.get("pace", 0.0))
     notes.write(kind="final", digest=digest({"model": model}), contributes=group.contributes)
 
@@ -148,7 +148,7 @@ def never_finite(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -
         x = torch.ones(3)
         group.allreduce(x)
         loop.commit(float("nan") if step == 3 and group.replica == 1 else 1.0)
-        notes.write(kind="step", step=step, verdict=loop.verdict().name)
+        notes.write(kind="step", step=step, decision=loop.decision().name)
 
 
 def different(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from ftcomm.bench.research.convergence import (
 )
 from ftcomm.bench.research.convergence_rank import FinalState, RankRecords, Settled, Validated
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.training import Outcome, Verdict
+from ftcomm.training import Outcome, StepDecision
 
 
 def made(kind: str = UNDISTURBED, seed: int = 1, final: float = 2.0, **other: Any) -> Run:
@@ -90,8 +90,8 @@ def test_every_rank_is_killed_now_and_then() -> None:
 # -- what is made of the records ---------------------------------------------------------------------------------------
 
 
-def settled(step: int, replica: int = 0, pid: int = 10, verdict: str = "COMMIT", counted: Any = (0, 1)) -> Settled:
-    return Settled(replica, 0, pid, step, verdict, tuple(counted), float(step))
+def settled(step: int, replica: int = 0, pid: int = 10, decision: str = "COMMIT", counted: Any = (0, 1)) -> Settled:
+    return Settled(replica, 0, pid, step, decision, tuple(counted), float(step))
 
 
 def whole() -> list[Any]:
@@ -198,8 +198,8 @@ def task_of(folder: Path) -> dict[str, Any]:
 
 def test_a_diary_says_each_outcome_once_and_counts_its_lives(tmp_path: Path) -> None:
     first = RankRecords(str(tmp_path), 1, 0, 2)
-    outcome = Outcome(0, Verdict.COMMIT, frozenset({1, 0}))
-    for told in (None, outcome, outcome, Outcome(1, Verdict.COMMIT, frozenset({1}))):
+    outcome = Outcome(0, StepDecision.COMMIT, frozenset({1, 0}))
+    for told in (None, outcome, outcome, Outcome(1, StepDecision.COMMIT, frozenset({1}))):
         first.settled(told)
     assert (first.life, RankRecords(str(tmp_path), 1, 0, 2).life, RankRecords(str(tmp_path), 1, 1, 2).life) == (0, 1, 0)
     lines = (tmp_path / "rank-2.jsonl").read_text().splitlines()
@@ -243,7 +243,7 @@ def test_survivors_hold_after_the_same_step_while_the_file_is_there(tmp_path: Pa
 
     def steps(count: int, *counted: int) -> None:
         for _ in range(count):
-            hold.after(Outcome(0, Verdict.COMMIT, frozenset(counted)))
+            hold.after(Outcome(0, StepDecision.COMMIT, frozenset(counted)))
 
     hold.after(None)
     steps(hsdp.ALONE - 1, 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ftcomm.errors import ArgumentError, StateError
 from ftcomm.training.data import Batches, Ledger
 from ftcomm.training.loader import Loader
-from ftcomm.training.vote import Outcome, Verdict
+from ftcomm.training.vote import Outcome, StepDecision
 
 REPLICAS = 5
 
@@ -34,8 +34,8 @@ class Member:
         return self
 
 
-def settled(*counted: int, verdict: Verdict = Verdict.COMMIT) -> Outcome:
-    return Outcome(0, verdict, frozenset(counted))
+def settled(*counted: int, decision: StepDecision = StepDecision.COMMIT) -> Outcome:
+    return Outcome(0, decision, frozenset(counted))
 
 
 def batches(member: Member, length: int = 23, size: int = 3, **options: Any) -> Batches:
@@ -58,7 +58,7 @@ def test_a_lost_batch_goes_to_another_in_the_next_step() -> None:
 
 # A step: per replica what it is in it, and what becomes of it.
 PART = st.sampled_from(["out", "behind", "lost", "in", "in", "in"])
-VERDICT = st.sampled_from([Verdict.COMMIT, Verdict.COMMIT, Verdict.SKIP, Verdict.REPEAT])
+VERDICT = st.sampled_from([StepDecision.COMMIT, StepDecision.COMMIT, StepDecision.SKIP, StepDecision.REPEAT])
 STEP = st.tuples(st.lists(PART, min_size=REPLICAS, max_size=REPLICAS), VERDICT)
 
 
@@ -76,7 +76,7 @@ def test_every_sample_is_trained_once_over_any_history(history: list[tuple[list[
     kept: dict[int, list[Outcome]] = {}  # what became of the steps since
     state = batches(Member(0), length, size).state_dict()
 
-    def run(parts: list[str], verdict: int) -> None:
+    def run(parts: list[str], decision: int) -> None:
         nonlocal state
         for replica, part in enumerate(parts):
             if part == "out" or (part == "behind" and replica in here and members[replica].contributes):
@@ -94,13 +94,13 @@ def test_every_sample_is_trained_once_over_any_history(history: list[tuple[list[
             return
         taken = {replica: here[replica].number for replica, part in enumerate(parts) if part in ("in", "lost")}
         assert len(set(taken.values())) == len(taken), "two replicas have one batch"
-        for replica in counted if verdict != Verdict.REPEAT else ():
+        for replica in counted if decision != StepDecision.REPEAT else ():
             first = taken[replica] * size
             epochs = [place // length for place in range(first, first + size)]
             trained.update(zip(epochs, here[replica].samples, strict=True))
         for replica in [replica for replica, part in enumerate(parts) if part == "lost"]:
             del here[replica]
-        outcome = settled(*counted, verdict=Verdict(verdict))
+        outcome = settled(*counted, decision=StepDecision(decision))
         for replica, one in here.items():
             if members[replica].contributes:
                 one.settled(outcome)
@@ -109,10 +109,10 @@ def test_every_sample_is_trained_once_over_any_history(history: list[tuple[list[
         assert len({one.ledger for replica, one in here.items() if members[replica].contributes}) == 1
         state = here[counted[0]].state_dict()
 
-    for parts, verdict in history:
-        run(parts, verdict)
+    for parts, decision in history:
+        run(parts, decision)
     for _ in range(2 * REPLICAS):  # so that nothing is left over
-        run(["in"] * REPLICAS, Verdict.COMMIT)
+        run(["in"] * REPLICAS, StepDecision.COMMIT)
     assert not state["late"]
     whole = state["first"] * size // length
     assert set(trained.values()) == {1}

@@ -26,9 +26,9 @@ from ftcomm.training.rng import Rng
 from ftcomm.training.spill import Limits, Spill
 from ftcomm.training.step_loop import StepLoop
 from ftcomm.training.throttle import Throttle
-from ftcomm.training.vote import Verdict, Voter, decide, fold, row_of
+from ftcomm.training.vote import StepDecision, Voter, decide, fold, row_of
 
-votes = st.sampled_from([0, *Verdict])
+votes = st.sampled_from([0, *StepDecision])
 tables = st.integers(1, 3).flatmap(
     lambda ranks: st.lists(
         st.tuples(st.lists(votes, min_size=4, max_size=4), st.lists(st.integers(0, 1), min_size=4, max_size=4)),
@@ -41,19 +41,19 @@ tables = st.integers(1, 3).flatmap(
 @given(tables)
 def test_one_bad_vote_of_any_rank_decides_and_all_ranks_must_count(table):
     rows = [row_of(np.array(said, np.uint8), np.flatnonzero(marks)) for said, marks in table]
-    verdict, present, counted = decide(fold(rows))
-    assert verdict == max([Verdict.COMMIT, *itertools.chain(*(said for said, _ in table))])
+    decision, present, counted = decide(fold(rows))
+    assert decision == max([StepDecision.COMMIT, *itertools.chain(*(said for said, _ in table))])
     assert present == {r for r in range(4) if all(said[r] for said, _ in table)}
     assert counted == {r for r in range(4) if all(marks[r] for _, marks in table)}
-    assert decide(fold(rows[::-1])) == (verdict, present, counted), "the ranks have an order"
-    assert decide(fold([fold(rows[:1]), *rows[1:]])) == (verdict, present, counted), "it matters who folds what"
+    assert decide(fold(rows[::-1])) == (decision, present, counted), "the ranks have an order"
+    assert decide(fold([fold(rows[:1]), *rows[1:]])) == (decision, present, counted), "it matters who folds what"
     assert len(fold(rows)) == len(rows[0]), "it grows with the ranks"
 
 
 def test_a_rank_that_failed_has_not_done_all_of_the_step_so_nobody_may_pass_over_it():
-    said = np.array([Verdict.SKIP, Verdict.REPEAT, Verdict.COMMIT], np.uint8)
-    assert decide(row_of(said, None))[0] is Verdict.REPEAT
-    assert max(Verdict) is Verdict.RAISE
+    said = np.array([StepDecision.SKIP, StepDecision.REPEAT, StepDecision.COMMIT], np.uint8)
+    assert decide(row_of(said, None))[0] is StepDecision.REPEAT
+    assert max(StepDecision) is StepDecision.RAISE
 
 
 class Members:
@@ -74,21 +74,23 @@ class Members:
 
 
 def test_a_vote_is_called_again_until_the_others_have_come_to_it():
-    members = Members([(0, Verdict.REPEAT), (2, Verdict.COMMIT)], early=2)
-    assert Voter(members).take(Verdict.COMMIT) == (Verdict.REPEAT, {0, 1, 2}, {0, 1, 2})
-    assert members.ballots == [Verdict.COMMIT, Verdict.REPEAT, Verdict.REPEAT]
+    members = Members([(0, StepDecision.REPEAT), (2, StepDecision.COMMIT)], early=2)
+    assert Voter(members).take(StepDecision.COMMIT) == (StepDecision.REPEAT, {0, 1, 2}, {0, 1, 2})
+    assert members.ballots == [StepDecision.COMMIT, StepDecision.REPEAT, StepDecision.REPEAT]
 
 
 def test_what_is_no_verdict_is_refused_where_it_is_said_and_ends_nobody_else():
-    members = Members([(0, Verdict.COMMIT)])
+    members = Members([(0, StepDecision.COMMIT)])
     for said in (9, 0, None):
         with pytest.raises(ArgumentError, match=f"replica 1 shard 0: a vote of {said}; expected one of COMMIT, SKIP"):
             Voter(members).take(said)
     assert members.ballots == []
     with pytest.raises(ArgumentError, match="replica 1 shard 0: a vote of 7"):
         outcome(Voters(), math.nan, nan=lambda step: 7)
-    assert Voter(Members([(0, 250)])).take(Verdict.COMMIT)[0] is Verdict.REPEAT, "who says that has not done the step"
-    assert Voter(Members([(0, 250), (2, Verdict.RAISE)])).take(Verdict.COMMIT)[0] is Verdict.RAISE
+    assert Voter(Members([(0, 250)])).take(StepDecision.COMMIT)[0] is StepDecision.REPEAT, (
+        "who says that has not done the step"
+    )
+    assert Voter(Members([(0, 250), (2, StepDecision.RAISE)])).take(StepDecision.COMMIT)[0] is StepDecision.RAISE
 
 
 def test_a_vote_that_another_thread_of_this_rank_is_in_the_way_of_says_so():
@@ -101,12 +103,12 @@ def test_a_vote_that_another_thread_of_this_rank_is_in_the_way_of_says_so():
     with pytest.raises(
         ArgumentError, match=r"replica 1 shard 0 cannot vote on its step, .* loop's group: thread 'saver'"
     ):
-        Voter(members).take(Verdict.COMMIT)
+        Voter(members).take(StepDecision.COMMIT)
 
 
 def test_who_contributed_but_died_before_the_vote_counts():
-    voter = Voter(Members([(0, Verdict.COMMIT)]))
-    assert voter.take(Verdict.COMMIT, {0, 1, 3}) == (Verdict.COMMIT, {0, 1}, {0, 1, 3})
+    voter = Voter(Members([(0, StepDecision.COMMIT)]))
+    assert voter.take(StepDecision.COMMIT, {0, 1, 3}) == (StepDecision.COMMIT, {0, 1}, {0, 1, 3})
     assert voter.agree({1, 3}) == {1, 3}
 
 
@@ -137,15 +139,15 @@ def outcome(group, loss, **arguments):
     if loop._vote:
         loop._voter = Voter(group)
     loop._in_step = True
-    return loop.verdict(loss), loop._counted
+    return loop.decision(loss), loop._counted
 
 
 def test_whose_loss_is_not_finite_counts_as_the_others_do():
     """All pass over the step, and so over the batches of those who count, which have to be the same on all."""
-    others = Voters(others=[(0, Verdict.COMMIT)])
+    others = Voters(others=[(0, StepDecision.COMMIT)])
     here = outcome(others, math.nan, nan="skip")
-    assert here == (Verdict.SKIP, {0, 1, 3})
-    there = Voters(others=[(0, Verdict.SKIP)])
+    assert here == (StepDecision.SKIP, {0, 1, 3})
+    there = Voters(others=[(0, StepDecision.SKIP)])
     assert outcome(there, 1.0, nan="skip") == here
 
 
@@ -154,7 +156,7 @@ def test_without_a_vote_who_counts_does_not_hang_on_when_a_loss_was_heard_of():
     told = Voters(reduced=None)
     late = Voters(reduced=None)
     late.contributing = frozenset({0, 1, 2, 3})
-    assert outcome(told, 1.0, vote=False) == outcome(late, 1.0, vote=False) == (Verdict.COMMIT, {0, 1, 2, 3})
+    assert outcome(told, 1.0, vote=False) == outcome(late, 1.0, vote=False) == (StepDecision.COMMIT, {0, 1, 2, 3})
 
 
 def test_a_rank_that_reduced_nothing_meets_the_others_of_its_replica_all_the_same():
@@ -166,7 +168,7 @@ def test_a_rank_that_reduced_nothing_meets_the_others_of_its_replica_all_the_sam
         "IntraReplicaExchange", (), {"exchange": lambda self, row, fold: rows.append(row) or row}
     )()
     loop._in_step = True
-    assert loop.verdict() is Verdict.COMMIT
+    assert loop.decision() is StepDecision.COMMIT
     assert len(rows) == 1
 
 
@@ -174,7 +176,7 @@ def test_a_step_is_settled_when_the_calls_of_other_libraries_are_made(monkeypatc
     group, order = Voters(), []
     monkeypatch.setattr(pending, "waits", [lambda: order.append("made")])
     monkeypatch.setattr(group, "contributed", lambda: order.append("asked") or {0, 1, 3}, raising=False)
-    assert outcome(group, 1.0, vote=False)[0] is Verdict.COMMIT
+    assert outcome(group, 1.0, vote=False)[0] is StepDecision.COMMIT
     assert order == ["made", "asked"]
 
 
@@ -297,10 +299,10 @@ def test_an_error_inside_puts_the_rate_back():
 
 
 class Decider:
-    def __init__(self, verdict):
-        self.said, self.asked, self.updates = verdict, 0, 0
+    def __init__(self, decision):
+        self.said, self.asked, self.updates = decision, 0, 0
 
-    def verdict(self):
+    def decision(self):
         self.asked += 1
         return self.said
 
@@ -310,13 +312,13 @@ class Decider:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of a step that is skipped
-@pytest.mark.parametrize("verdict", Verdict)
-def test_what_moves_behind_the_gate(verdict):
+@pytest.mark.parametrize("decision", StepDecision)
+def test_what_moves_behind_the_gate(decision):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = schedules.StepLR(optimizer, 1, 0.5)
     average = AveragedModel(model)
-    decider, before = Decider(verdict), model.weight.detach().clone()
+    decider, before = Decider(decision), model.weight.detach().clone()
     state, kind = scheduler.state_dict().keys(), type(scheduler)
     gates = OptimizerGates([model, optimizer, scheduler, average], decider)
     gates.install()
@@ -334,14 +336,14 @@ def test_what_moves_behind_the_gate(verdict):
     gates.remove()
     assert type(scheduler) is kind
     assert decider.asked == 3
-    assert average.n_averaged == (verdict is Verdict.COMMIT)
-    assert torch.equal(before, model.weight) == (verdict is not Verdict.COMMIT)
-    moved = verdict in (Verdict.COMMIT, Verdict.SKIP)
+    assert average.n_averaged == (decision is StepDecision.COMMIT)
+    assert torch.equal(before, model.weight) == (decision is not StepDecision.COMMIT)
+    moved = decision in (StepDecision.COMMIT, StepDecision.SKIP)
     assert optimizer.param_groups[0]["lr"] == (0.05 if moved else 0.1)
     optimizer.step()
     average.update_parameters(model)
     assert decider.asked == 3
-    assert decider.updates == (1 if verdict is Verdict.COMMIT else 0)
+    assert decider.updates == (1 if decision is StepDecision.COMMIT else 0)
 
 
 def test_every_moment_is_of_one_part():
