@@ -36,7 +36,7 @@ from ftcomm.transport.base import MirrorWriter, OnLost, Peer, Poller
 from ftcomm.transport.segment import Segment
 
 
-class Did(enum.Enum):
+class StepOutcome(enum.Enum):
     """The outcome of a step."""
 
     MOVED = enum.auto()
@@ -44,7 +44,7 @@ class Did(enum.Enum):
     NOTHING = enum.auto()  # others have to act first
 
 
-MOVED, RETURNED, NOTHING = Did  # names of a module cost half as much as those of a class
+MOVED, RETURNED, NOTHING = StepOutcome  # names of a module cost half as much as those of a class
 
 
 def nothing(*said: object) -> None:
@@ -118,7 +118,7 @@ class ExchangeCore:
             return True
         return False
 
-    def step(self) -> Did:
+    def step(self) -> StepOutcome:
         """Do one thing, while an op is in flight and nothing is frozen. Raises `Interrupted`, and `FtcommError` if this
         member cannot go on."""
         stream = self.stream

@@ -75,11 +75,11 @@ class ScheduledOperation(Operation):
             made = batches(self.schedule, self.left, view.members, self.itemsize)
         self.doom = None
         if isinstance(made, Lost):
-            self.doom = self._lost(made)
+            self.doom = self._lost_error(made)
             made = NOTHING  # once all have taken this task, all have called the op and know that it fails
         self.tasks = made
 
-    def _lost(self, lost: Lost) -> LostError:
+    def _lost_error(self, lost: Lost) -> LostError:
         who = f"replica{'s' if len(lost.members) > 1 else ''} {', '.join(map(str, lost.members))}"
         return LostError(
             f"op {self.number}, {describe(self.call, self.detail)}: {who} {'were' if len(lost.members) > 1 else 'was'} "

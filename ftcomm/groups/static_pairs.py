@@ -59,18 +59,18 @@ class PeerInfo(NamedTuple):
 # -- meeting ---------------------------------------------------------------------------------------------------------
 
 
-class Met(NamedTuple):
+class MetMember(NamedTuple):
     member: int
     sock: Connection  # blocking
     hello: MemberHello
 
 
-Arrivals = queue.SimpleQueue["GroupConnection | Met | Exception"]
+Arrivals = queue.SimpleQueue["GroupConnection | MetMember | Exception"]
 
 
 def meet(
     membership: StaticMembership, group: str, infos: Sequence[PeerInfo], events: Arrivals, timer: RunningTimer
-) -> dict[int, Met]:
+) -> dict[int, MetMember]:
     """Blocks until every member has come, or `timer` has run out; whoever owns incoming connections puts them into
     `events`.
 
@@ -80,7 +80,7 @@ def meet(
     meeting = _Meeting(group, me, infos, membership.hello, events, timer.left())
     for member in range(me):
         meeting.start(meeting.dial, member)
-    met: dict[int, Met] = {}
+    met: dict[int, MetMember] = {}
     try:
         while membership.missing():
             part = timer.part()
@@ -180,7 +180,7 @@ class _Meeting:
             self.news[member] = f"its connection has failed: {error}"
             sock.close()
             return False
-        self._events.put(Met(member, sock, said))
+        self._events.put(MetMember(member, sock, said))
         return True
 
 

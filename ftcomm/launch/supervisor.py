@@ -135,17 +135,17 @@ class Supervisor:
 
     def _died(self, replica: ReplicaProcesses) -> None:
         job, death, who, code = self._job, replica.death, f"replica {replica.number}", 0
-        untold = death is None and not replica.removed  # that it finished or left
+        unannounced = death is None and not replica.removed  # that it finished or left
         if death is not None:
             rank = f"shard {death.rank}, " if job.options.ranks_per_replica > 1 else ""
             who, code = f"{who} ({rank}pid {death.pid})", death.code
-        how = f"{how_it_ended(code)} before it had said that it finished or left" if untold else how_it_ended(code)
+        how = f"{how_it_ended(code)} before it had said that it finished or left" if unannounced else how_it_ended(code)
         if code < 0 and replica.gives_up:  # by us, as it took too long
             how += " after its script had ended with an error"
         what = f"{who} {how}"
         replica.reason = how + (f" ({replica.removed})" if replica.removed else "")
         replica.failed_at_end |= replica.trained
-        failed = untold or code > 0 or -code in CRASHES
+        failed = unannounced or code > 0 or -code in CRASHES
         replica.failed_by_itself |= replica.contributed and failed and not replica.removed
         if job.is_ending or job.killed:
             job.unclean |= not replica.asked_to_end

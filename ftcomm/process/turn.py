@@ -51,17 +51,17 @@ class Turn(Generic[SubmittedT]):
         self._starting = _thread.allocate_lock()  # guards the next two; held for some lines
         self._series: Series | None = None  # the newest
         self._last: weakref.ref[SubmittedT] | None = None  # its last op; no buffers of callers are kept
-        self._lost = ""  # the name of the thread by which the order was lost
+        self._mixed_by = ""  # the name of the thread that has mixed the order of calls
 
     def agree(self) -> None:
         """Note that all ranks have passed a point by which calls are matched from now on."""
-        self._lost = ""
+        self._mixed_by = ""
 
     def run(self, call: Callable[[SubmittedT], object], op: SubmittedT) -> None:
         """Make a `call` that blocks until `op` is done. Raises `ArgumentError` if another thread is in a call, or has
         started one that is in flight, or has called meanwhile."""
         me, held = get_ident(), self._held
-        if self._lost and me not in held.get(0, ()):
+        if self._mixed_by and me not in held.get(0, ()):
             self._refuse()
         mine: list[Any] = [me]
         try:
@@ -87,7 +87,7 @@ class Turn(Generic[SubmittedT]):
     def start(self, op: SubmittedT) -> Series:
         """A call begins that does not block. Raises `ArgumentError`, as `run` does."""
         me = get_ident()
-        if self._lost:
+        if self._mixed_by:
             self._refuse()
         with self._starting:
             series = self._series
@@ -129,7 +129,7 @@ class Turn(Generic[SubmittedT]):
 
     def _cross(self, here: str) -> None:
         """The order is lost. Tell the other thread that has started what is in flight."""
-        self._lost = here
+        self._mixed_by = here
         series = self._series
         if series is not None and series.thread != get_ident() and self._in_flight():
             series.crossed = here
@@ -137,10 +137,10 @@ class Turn(Generic[SubmittedT]):
 
     def _refuse(self) -> None:
         raise ArgumentError(
-            f"the order of calls of this group was lost when thread {self._lost!r} called a collective while another "
-            "thread was in one: the ranks may have mixed their calls. The group of a step loop matches calls again "
-            "behind the next step boundary; close any other group, and make a new one. Give each thread a group of "
-            "its own (Group.subgroup, dist.new_group)"
+            f"the order of calls of this group was lost when thread {self._mixed_by!r} called a collective while "
+            "another thread was in one: the ranks may have mixed their calls. The group of a step loop matches calls "
+            "again behind the next step boundary; close any other group, and make a new one. Give each thread a group "
+            "of its own (Group.subgroup, dist.new_group)"
         )
 
 

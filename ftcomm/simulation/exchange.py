@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ftcomm.collective.core import NOTHING, RETURNED, Did, ExchangeCore
+from ftcomm.collective.core import NOTHING, RETURNED, ExchangeCore, StepOutcome
 from ftcomm.collective.driver import ENDED, PARKED, Pause
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.inflight import Resumed
@@ -75,7 +75,7 @@ class PacedCore(ExchangeCore):
             self.on_returned(op)
         return done
 
-    def step(self) -> Did:
+    def step(self) -> StepOutcome:
         if not self.left:
             return NOTHING
         op = self.member.inflight.ops[0]

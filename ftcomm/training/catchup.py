@@ -35,6 +35,7 @@ from ftcomm.training.block_scheduler import BlockScheduler, JoinerLife, Snapshot
 from ftcomm.training.catchup_protocol import (
     BLOCK,
     MAX_REQUEST,
+    BadFrame,
     BlockHeader,
     BlockStream,
     CatchUpDone,
@@ -44,7 +45,6 @@ from ftcomm.training.catchup_protocol import (
     Refusal,
     Wait,
     Want,
-    Wrong,
     read_into,
     receive,
     send,
@@ -165,7 +165,7 @@ class StateSource:
             wire.for_bulk(sock, self._group.settings.timeouts.give_up)  # for a stopped joiner
             try:
                 self._answer(sock, step, joiner)
-            except (msgspec.DecodeError, Wrong) as error:
+            except (msgspec.DecodeError, BadFrame) as error:
                 drop("state", f"the connection of replica {joiner[0]}, which fetches the state: {error}")
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ class StateSource:
             for piece in pieces:
                 sock.sendall(piece)
         if not isinstance(want, CatchUpDone):
-            raise Wrong(f"it sent {want!r}, expected Want of one of {count} blocks, or CatchUpDone")
+            raise BadFrame(f"it sent {want!r}, expected Want of one of {count} blocks, or CatchUpDone")
         with self._moved:
             self._snapshots.done(joiner)
             self._moved.notify_all()
@@ -349,7 +349,7 @@ class Fetch:
                 pass
         except (OSError, TransportError, NoSource) as error:
             self._drop(source, str(error) or type(error).__name__)
-        except (Wrong, msgspec.DecodeError) as error:
+        except (BadFrame, msgspec.DecodeError) as error:
             drop("state", f"replica {source} as a source of the state: {error}")
             self._drop(source, str(error))
         except StateError as error:  # another model: no other source can help
@@ -438,7 +438,7 @@ class Fetch:
                 self._progress()
                 self._changed.notify_all()
             if offer != self._offer:
-                raise Wrong("it offers another state than the first source")
+                raise BadFrame("it offers another state than the first source")
 
     def _next(self, source: int) -> tuple[list[int], int | None]:
         """Returns the blocks to ask for now, and the one that is due. Waits while others fetch the last ones."""
@@ -456,9 +456,9 @@ class Fetch:
             raise NoSource(block.reason)
         pieces = self._stream.pieces(number)
         if not isinstance(block, BlockHeader) or block.number != number:
-            raise Wrong(f"it answered {type(block).__name__} when block {number} was due")
+            raise BadFrame(f"it answered {type(block).__name__} when block {number} was due")
         if block.nbytes != sum(piece.nbytes for piece in pieces):
-            raise Wrong(f"block {number} has {block.nbytes} bytes")
+            raise BadFrame(f"block {number} has {block.nbytes} bytes")
         for piece in pieces:
             read_into(sock, piece, functools.partial(self._goes_on, source, sock))
 
@@ -509,4 +509,4 @@ def _offered(frame: CatchUpFrame) -> Offer:
         return frame
     if isinstance(frame, Refusal):
         raise NoSource(frame.reason)
-    raise Wrong(f"it answered {type(frame).__name__}")
+    raise BadFrame(f"it answered {type(frame).__name__}")

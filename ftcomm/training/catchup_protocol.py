@@ -113,7 +113,7 @@ class BlockStream:
         return pieces
 
 
-class Wrong(Exception):
+class BadFrame(Exception):
     """The other side broke the protocol; its connection is given up."""
 
 

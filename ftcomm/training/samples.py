@@ -53,6 +53,7 @@ from ftcomm.errors import StateError, TransportError
 from ftcomm.training.block_scheduler import sources_of
 from ftcomm.training.catchup_protocol import (
     MAX_REQUEST,
+    BadFrame,
     CatchUpDone,
     CatchUpFrame,
     NoSource,
@@ -60,7 +61,6 @@ from ftcomm.training.catchup_protocol import (
     SampleOffer,
     Wait,
     Want,
-    Wrong,
     read_into,
     receive,
     send,
@@ -162,7 +162,7 @@ class SampleSource:
             sock.settimeout(self._group.settings.timeouts.give_up)
             try:
                 self._answer(sock, step)
-            except (msgspec.DecodeError, Wrong) as error:
+            except (msgspec.DecodeError, BadFrame) as error:
                 drop("state", f"the connection of replica {joiner}, which asks for a sample: {error}")
 
     @contextlib.contextmanager
@@ -196,7 +196,7 @@ class SampleSource:
                 sock.sendall(view)
             want = receive(sock, MAX_REQUEST)
         if not isinstance(want, CatchUpDone):
-            raise Wrong(f"it sent {want!r}, expected Want(0) or CatchUpDone")
+            raise BadFrame(f"it sent {want!r}, expected Want(0) or CatchUpDone")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ def ask(
         except (OSError, TransportError, NoSource) as error:
             log.info("%s: no sample of replica %d: %s", rank_name(group.replica, group.shard), source, error)
             continue
-        except (Wrong, msgspec.DecodeError) as error:
+        except (BadFrame, msgspec.DecodeError) as error:
             drop("state", f"replica {source} as a source of a sample: {error}")
             continue
         found = Answer(source, taken) if found is None else found
@@ -300,5 +300,5 @@ def _sampled(frame: CatchUpFrame) -> SampleOffer:
     if isinstance(frame, Refusal):
         raise NoSource(frame.reason)
     if not isinstance(frame, SampleOffer):
-        raise Wrong(f"it answered {type(frame).__name__}, expected SampleOffer")
+        raise BadFrame(f"it answered {type(frame).__name__}, expected SampleOffer")
     return frame

@@ -39,8 +39,8 @@ from ftcomm.training.loop_terms import POLICIES, SIZE, LoopTerms, difference
 from ftcomm.training.state import (
     SAME_SCRIPT,
     FlatState,
-    Spec,
     Stateful,
+    TensorSpec,
     allocate,
     first_difference,
     first_setting,
@@ -152,7 +152,7 @@ def fingerprints(flat: FlatState) -> dict[str, int]:
     sums = _sums(flat.tensors)
     found = {}
     for path, leaf in leaves(flat.skeleton).items():
-        said = f"{path} {leaf} {sums[leaf.place]}" if isinstance(leaf, Spec) else f"{path} {leaf!r}"
+        said = f"{path} {leaf} {sums[leaf.place]}" if isinstance(leaf, TensorSpec) else f"{path} {leaf!r}"
         found[path] = _digest(said.encode())
     return dict(sorted(found.items()))
 

@@ -86,7 +86,7 @@ class NumPy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """A tensor without its bytes: its place in the list of tensors, its dtype ("bfloat16") and its shape. If it is
     spread over several ranks, that is the shape of the own part."""
 
@@ -183,25 +183,25 @@ def first_setting(here: bytes, there: bytes) -> str | None:
         groups = zip(own["param_groups"], other["param_groups"], strict=True) if kind == "optimizer" else ()
         for i, (ours, theirs) in enumerate(groups):
             for key, value in theirs.items():
-                if not isinstance(value, Spec) and ours[key] != value:
+                if not isinstance(value, TensorSpec) and ours[key] != value:
                     return f"{name}.param_groups.{i}.{key} is {value} there and {ours[key]} here"
     return None
 
 
 def entry(skeleton: bytes, name: str) -> Any:
-    """Returns the entry `name` of a state, with a `Spec` in place of each tensor; None if there is no such entry."""
+    """Returns the entry `name` of a state, with a `TensorSpec` in place of each tensor; None if there is none."""
     return next((tree for each, *_, tree in _entries(skeleton) if each == name), None)
 
 
-def specs(tree: Any) -> list[Spec]:
+def specs(tree: Any) -> list[TensorSpec]:
     """Returns what stands for tensors in an `entry`, or in a part of one."""
-    found: list[Spec] = []
+    found: list[TensorSpec] = []
     _walk(tree, found.append)
     return found
 
 
 def leaves(skeleton: bytes) -> dict[str, Any]:
-    """Returns the plain values in a state, and a `Spec` for each tensor, by path, as in "model.0.weight"."""
+    """Returns the plain values in a state, and a `TensorSpec` for each tensor, by path, as in "model.0.weight"."""
     found: dict[str, Any] = {}
 
     def visit(node: Any, path: str) -> None:
@@ -218,7 +218,7 @@ def leaves(skeleton: bytes) -> dict[str, Any]:
 
 def names(skeleton: bytes) -> list[str]:
     """Returns the path of each tensor, in the order of the tensors."""
-    found = {leaf.place: path for path, leaf in leaves(skeleton).items() if isinstance(leaf, Spec)}
+    found = {leaf.place: path for path, leaf in leaves(skeleton).items() if isinstance(leaf, TensorSpec)}
     return [found[place] for place in sorted(found)]
 
 
@@ -326,8 +326,8 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _entries(skeleton: bytes) -> list[tuple[str, str, str, Any]]:
-    """Returns (name, kind, class, tree with `Spec` in place of tensors) of each entry. Raises `StateError` on foreign
-    bytes."""
+    """Returns (name, kind, class, tree with `TensorSpec` in place of tensors) of each entry. Raises `StateError` on
+    foreign bytes."""
     try:
         entries = msgspec.msgpack.decode(skeleton, type=list[tuple[str, str, str, Any]])
         return [(name, kind, which, _decode(tree)) for name, kind, which, tree in entries]
@@ -342,7 +342,7 @@ def _decode(node: Any) -> Any:
         case [str(tag), int(place), str(dtype), [*shape]] if tag == _TENSOR:
             if dtype not in _dtypes() or not all(isinstance(n, int) and n >= 0 for n in shape):
                 raise ValueError(f"tensor {dtype}{shape}")
-            return Spec(place, dtype, tuple(shape))
+            return TensorSpec(place, dtype, tuple(shape))
         case [str(tag), int(place), str(dtype), [*shape], [*how]] if tag == _TENSOR:
             plain = _decode([tag, place, dtype, shape])
             return dataclasses.replace(plain, layout=msgspec.convert(how, DTensorLayout))
@@ -351,7 +351,7 @@ def _decode(node: Any) -> Any:
                 raise ValueError(f"array {dtype}{shape}")
             if math.prod(shape) * _numpy_dtype(dtype).itemsize != nbytes:
                 raise ValueError(f"array {dtype}{shape} of {nbytes} bytes")
-            return Spec(place, "uint8", (nbytes,), array=NumPy(dtype, tuple(shape), scalar))
+            return TensorSpec(place, "uint8", (nbytes,), array=NumPy(dtype, tuple(shape), scalar))
         case [str(tag), [*pairs]] if tag in (_DICT, _COUNTER):
             made: dict[Any, Any] = collections.Counter() if tag == _COUNTER else {}
             made.update({key: _decode(value) for key, value in pairs})
@@ -364,8 +364,8 @@ def _decode(node: Any) -> Any:
     raise ValueError(f"entry {str(node)[:60]}")
 
 
-def _walk(tree: Any, leaf: Callable[[Spec], Any]) -> Any:
-    if isinstance(tree, Spec):
+def _walk(tree: Any, leaf: Callable[[TensorSpec], Any]) -> Any:
+    if isinstance(tree, TensorSpec):
         return leaf(tree)
     if isinstance(tree, dict):
         made = type(tree)()
@@ -377,7 +377,7 @@ def _walk(tree: Any, leaf: Callable[[Spec], Any]) -> Any:
 
 
 def _fill(tree: Any, tensors: list[Held], meshes: Meshes) -> Any:
-    def tensor(spec: Spec) -> Any:
+    def tensor(spec: TensorSpec) -> Any:
         part: Any = tensors[spec.place]
         if spec.array is not None:
             return spec.array.of(part)
@@ -399,10 +399,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _difference(path: str, own: Any, other: Any, kind: str) -> str | None:
-    if isinstance(own, Spec) and isinstance(other, Spec):
+    if isinstance(own, TensorSpec) and isinstance(other, TensorSpec):
         same = dataclasses.replace(own, place=other.place) == other
         return None if same else f"{path} is {other} there and {own} here"
-    if isinstance(own, Spec) or isinstance(other, Spec):
+    if isinstance(own, TensorSpec) or isinstance(other, TensorSpec):
         return f"{path} is {_describe(other)} there and {_describe(own)} here"
     # plain on one side and nested on the other (a lazily set attribute) is no difference
     if isinstance(own, dict) and isinstance(other, dict):
@@ -423,10 +423,10 @@ def _difference(path: str, own: Any, other: Any, kind: str) -> str | None:
 
 
 def _describe(value: Any) -> str:
-    return str(value) if isinstance(value, Spec) else f"a {type(value).__name__}"
+    return str(value) if isinstance(value, TensorSpec) else f"a {type(value).__name__}"
 
 
-def _empty(spec: Spec) -> Held:
+def _empty(spec: TensorSpec) -> Held:
     if spec.array is not None:
         return np.empty(spec.shape, np.uint8)
     import torch

@@ -94,7 +94,7 @@ def _differ_about_the_epoch(group: ftcomm.Group) -> None:
     """In step 2, when the copies are whole on all, replica 1 dies, and 0 has said that they are before 2 looks."""
     from ftcomm.engines.gpu_kernel import gather
 
-    lost, calls = gather._lost, 0
+    lost, calls = gather._agree_on_lost, 0
 
     def watched(calling: Any, exchange: Any, roster: Any, epoch: int | None) -> Any:
         nonlocal calls
@@ -106,7 +106,7 @@ def _differ_about_the_epoch(group: ftcomm.Group) -> None:
             time.sleep(0.001)
         return lost(calling, exchange, roster, epoch)
 
-    gather._lost = watched
+    gather._agree_on_lost = watched
 
 
 def _gathered(running: Job, replica: int) -> dict[int, dict[str, Any]]:

@@ -116,7 +116,7 @@ class CollectiveOperation(KernelOperation):
 
     def _plan(self, held: Mapping[int, Mapping[Contributors, int]]) -> None:
         self.tasks, lost = rows_left(self.kind, self.roster, len(self.finals), self.part, self._bytes, held)
-        self.doom = self._lost(lost) if lost else None
+        self.doom = self._lost_error(lost) if lost else None
 
     def _bytes(self, giver: int, taker: int) -> int:
         """Returns how many bytes one rank gives to another, which that gets from nobody else at first."""
@@ -128,7 +128,7 @@ class CollectiveOperation(KernelOperation):
             return self.counts[giver][taker] * self.itemsize
         return self.piece if self.kind in ("allgather", "alltoall") else 0
 
-    def _lost(self, lost: Sequence[int]) -> LostError:
+    def _lost_error(self, lost: Sequence[int]) -> LostError:
         several = len(lost) > 1
         return LostError(
             f"op {self.number}, {describe(self.call, self.detail)}: replica{'s' * several} {', '.join(map(str, lost))} "

@@ -439,7 +439,7 @@ class CudaDevice:
                 if self._captures is None:
                     self._sweep()
         except RuntimeError as error:  # of any kernel of this process; the context is lost
-            raise _lost(error) from error
+            raise _unusable(error) from error
 
     def wait_replays(self, seconds: float) -> bool:
         try:
@@ -450,7 +450,7 @@ class CudaDevice:
                     return False
                 self._sweep()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _unusable(error) from error
         return True
 
     def settle(self, seconds: float) -> bool:
@@ -468,7 +468,7 @@ class CudaDevice:
         self._lanes.stop()
 
 
-def _lost(error: RuntimeError) -> FtcommError:
+def _unusable(error: RuntimeError) -> FtcommError:
     return FtcommError(f"the GPU cannot be used any more: {error}; restart this process")
 
 

@@ -60,7 +60,7 @@ def allgather(group: ReducingGroup, device: Device, exchange: DeviceExchange, ou
     while True:
         epoch = exchange.copy(roster, body)
         group.allreduce(np.zeros(1, np.uint8), "max")
-        lost = _lost(group, exchange, roster, epoch)
+        lost = _agree_on_lost(group, exchange, roster, epoch)
         if lost is None:
             return
         if lost:
@@ -85,7 +85,9 @@ def copies_detail(call: int) -> int:
     return KINDS.index("allgather") if call & 0xFF == MOVES else 0
 
 
-def _lost(group: ReducingGroup, exchange: DeviceExchange, roster: Sequence[int], epoch: int | None) -> list[int] | None:
+def _agree_on_lost(
+    group: ReducingGroup, exchange: DeviceExchange, roster: Sequence[int], epoch: int | None
+) -> list[int] | None:
     """Agrees on the copies of `epoch`: None if they are complete on all, else the lost of the roster. The same on
     all."""
     view = exchange.view
