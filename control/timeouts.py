@@ -25,6 +25,7 @@ RANKS_PER_BEAT = 1024  # with which a leader exchanges signs of life in a beat, 
 MEMBERS_PER_BEAT = 256  # to which a rank gives a sign of life in a beat, likewise
 MOST_BEATS = 4  # between two signs of life
 AWAITED_EVERY = 0.05  # s between two looks of a thread that waits outside of an op, at whom it waits for
+INIT_TIMEOUT = 120.0  # s in which a rank tries to join, unless the user says otherwise
 LEAST_HEARTBEAT = 0.1  # s; two kernels may take 40 ms each to acknowledge
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import click
 
-from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.timeouts import INIT_TIMEOUT, Timeouts
 from ftcomm.errors import FtcommError, InitError, SettingsError
 from ftcomm.lab.netns.hosts import hosts_named, parse_delay, parse_rate
 from ftcomm.launch.listen import Listen
@@ -90,7 +90,7 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 envvar="FTCOMM_HEARTBEAT_TIMEOUT",
                 metavar="S",
                 help="Seconds of silence after which a host is lost; a process that dies is noticed at once.  "
-                "[default: a 24th of --op-timeout, 5 at most]",
+                "[default: FTCOMM_HEARTBEAT_TIMEOUT, or a 24th of --op-timeout, 0.2 to 5]",
             ),
             click.option(
                 "--op-timeout",
@@ -98,9 +98,17 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 default=Timeouts.derive().op,
                 envvar="FTCOMM_OP_TIMEOUT",
                 metavar="S",
-                show_default=True,
                 help="Seconds without progress after which the replica that holds an op up is removed, at the latest; "
-                "after twice that the op raises an error. All other times follow from this one.",
+                "after twice that the op raises an error. The other two follow from this one.  "
+                f"[default: FTCOMM_OP_TIMEOUT, or {Timeouts.derive().op:g}]",
+            ),
+            click.option(
+                "--op-timeout-floor",
+                type=float,
+                envvar="FTCOMM_OP_TIMEOUT_FLOOR",
+                metavar="S",
+                help="The same at the earliest, however quick ops of that size have been.  "
+                "[default: FTCOMM_OP_TIMEOUT_FLOOR, or a quarter of --op-timeout]",
             ),
             click.option(
                 "--history",
@@ -114,14 +122,6 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 metavar="[HOST:]PORT",
                 callback=lambda context, option, text: None if text is None else Listen.parse(text),
                 help="Serve the live view and metrics of the job there, as `ftcomm dashboard` does.",
-            ),
-            click.option(
-                "--op-timeout-floor",
-                type=float,
-                envvar="FTCOMM_OP_TIMEOUT_FLOOR",
-                metavar="S",
-                help="The same at the earliest, however quick ops of that size have been.  "
-                "[default: a quarter of --op-timeout]",
             ),
         )
     ):
@@ -138,6 +138,15 @@ def commands() -> None:
 @commands.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @click.option("--replicas", type=int, metavar="N", help="Replicas of the job.")
 @cluster_options
+@click.option(
+    "--init-timeout",
+    type=float,
+    default=INIT_TIMEOUT,
+    envvar="FTCOMM_INIT_TIMEOUT",
+    metavar="S",
+    help="Seconds in which a rank tries to join the job before it gives up, and with --nnodes those in which all hosts "
+    f"have to come.  [default: FTCOMM_INIT_TIMEOUT, or {INIT_TIMEOUT:g}]",
+)
 @torchrun_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
 @click.option(
@@ -190,8 +199,8 @@ def commands() -> None:
     type=click.Choice(TRANSPORTS),
     default="auto",
     envvar="FTCOMM_TRANSPORT",
-    show_default=True,
-    help="How ranks move bytes: shared memory where they can, or one way for all.",
+    help="How ranks move bytes: shared memory where they can, or one way for all.  "
+    "[default: FTCOMM_TRANSPORT, or auto]",
 )
 @click.option(
     "--host-ranks",

@@ -43,7 +43,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
         who = rank_name(event.get("replica"), event.get("shard"))
         return f"{who} failed in step {event.get('step')}: {event.get('error')}"
     if kind == "step_discarded":
-        done = "has no update" if event.get("verdict") == "skip" else "is repeated"
+        done = "has no update" if event.get("decision") == "skip" else "is repeated"
         return f"step {event.get('step')} {done}, by vote"
     return None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ftcomm.control.limits import beyond
-from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.timeouts import INIT_TIMEOUT, Timeouts
 from ftcomm.errors import SettingsError
 from ftcomm.launch.hosts import HostPlacement
 from ftcomm.launch.listen import Listen
@@ -45,6 +45,7 @@ class RunOptions:
     heartbeat_timeout: float | None = None  # derived from op_timeout by default, like op_timeout_floor
     op_timeout: float = 120.0
     op_timeout_floor: float | None = None
+    init_timeout: float = INIT_TIMEOUT
     grace: float = 30.0  # to leave after a first signal
     backoff: float = 0.5  # before the first restart; doubled each time
     backoff_limit: float = 30.0
@@ -87,7 +88,7 @@ class RunOptions:
                 )
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"--transport {self.transport}: expected one of {', '.join(TRANSPORTS)}.")
-        for name in ("grace", "backoff", "backoff_limit"):
+        for name in ("init_timeout", "grace", "backoff", "backoff_limit"):
             seconds = getattr(self, name)
             if not 0 < seconds < float("inf"):
                 raise SettingsError(f"--{name.replace('_', '-')} {seconds}: expected a positive number of seconds.")

@@ -282,6 +282,7 @@ def rank_environment(options: RunOptions, coordinator: str, token: str, job: str
         FTCOMM_HEARTBEAT_TIMEOUT=repr(options.timeouts.heartbeat),
         FTCOMM_OP_TIMEOUT_FLOOR=repr(options.timeouts.op_floor),
         FTCOMM_OP_TIMEOUT=repr(options.timeouts.op),
+        FTCOMM_INIT_TIMEOUT=repr(options.init_timeout),
     )
     # Each rank's numerical libraries would else start a thread for every core of the machine.
     threads = len(os.sched_getaffinity(0)) // (len(options.started_here) * options.ranks_per_replica)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, overload
 
 from ftcomm.control.limits import KERNEL_MEMBERS, beyond
-from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.timeouts import INIT_TIMEOUT, Timeouts
 from ftcomm.errors import SettingsError
 from ftcomm.settings.engines import ENGINES, KINDS, engine_kind
 from ftcomm.settings.launchers import completed
@@ -24,8 +24,11 @@ MAX_LABEL = 256  # characters, as of a `Name` in ftcomm.control.field_types
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Times are seconds. `leader` is where shard 0 of this replica listens; unused with one rank a replica.
-    `host_agent` is where the agent of this host does, in a replica of which each host has `host_ranks` ranks."""
+    """The settings of one rank; `ftcomm.init` takes those of the environment. Times are seconds.
+
+    leader: where shard 0 of this replica listens; unused with one rank a replica.
+    host_agent: where the host agent listens, in a replica of which each host has `host_ranks` ranks.
+    """
 
     coordinator: str
     token: str = dataclasses.field(repr=False)
@@ -41,7 +44,7 @@ class Settings:
     transport: str = "auto"
     host: str = "127.0.0.1"  # an address or interface to listen on; "": as the way to the coordinator has it
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts.derive)
-    init_timeout: float = 120.0
+    init_timeout: float = INIT_TIMEOUT
     verify: bool = False  # compare the results of all members after every op
     engine: str = "auto"  # what runs ops, see `ftcomm.engines.registry`
     max_sms: int | None = None  # programs of a kernel that runs an op, at most; None: as many as pay
@@ -55,6 +58,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Reads `env`, by default the environment of this process (docs/settings.md). Raises `SettingsError`."""
         env = os.environ if env is None else env
         if "FTCOMM_COORDINATOR" not in env:
             raise SettingsError(
@@ -194,7 +198,7 @@ def own(env: Mapping[str, str]) -> dict[str, Any]:
     return dict(
         transport=env.get("FTCOMM_TRANSPORT", "auto"),
         timeouts=timeouts(env),
-        init_timeout=_seconds(env, "FTCOMM_INIT_TIMEOUT", 120.0),
+        init_timeout=_seconds(env, "FTCOMM_INIT_TIMEOUT", INIT_TIMEOUT),
         verify=_flag(env, "FTCOMM_VERIFY"),
         engine=env.get("FTCOMM_ENGINE", "auto"),
         max_sms=_int(env, "FTCOMM_SMS") if "FTCOMM_SMS" in env else None,

@@ -78,6 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--replicas", "2", "--min-replicas", "3", "train.py"], "--min-replicas 3: expected 1 to 2"),
         (["--replicas", "2", "--max-restarts", "-1", "train.py"], "--max-restarts -1"),
         (["--replicas", "2", "--grace", "0", "train.py"], "--grace 0.0: expected a positive number of seconds"),
+        (["--replicas", "2", "--init-timeout", "-1", "train.py"], "--init-timeout -1.0: expected a positive number of"),
         (["--replicas", "2", "--op-timeout", "5", "--heartbeat-timeout", "5", "train.py"], "Raise the first or lower"),
         (["--replicas", "2", "absent.py"], "the script absent.py does not exist in "),
         (["--replicas", "2", "package"], "is a directory without a __main__.py"),

@@ -37,6 +37,7 @@ from ftcomm.launch.removed_replicas import Timers
 from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
 from ftcomm.launch.run import Launcher
 from ftcomm.launch.several_hosts.node_place import NodePlace
+from ftcomm.settings import Settings
 
 RUNNING, WAITING, FINISHED, FAILED = State.RUNNING, State.WAITING, State.FINISHED, State.FAILED
 
@@ -302,8 +303,8 @@ def test_text_for_events() -> None:
     )
     failed = {"kind": "step_failed", "replica": 2, "shard": 1, "step": 3, "error": "OutOfMemoryError: no room"}
     assert describe(failed) == "replica 2 shard 1 failed in step 3: OutOfMemoryError: no room"
-    assert describe({"kind": "step_discarded", "step": 3, "verdict": "repeat"}) == "step 3 is repeated, by vote"
-    assert describe({"kind": "step_discarded", "step": 3, "verdict": "skip"}) == "step 3 has no update, by vote"
+    assert describe({"kind": "step_discarded", "step": 3, "decision": "repeat"}) == "step 3 is repeated, by vote"
+    assert describe({"kind": "step_discarded", "step": 3, "decision": "skip"}) == "step 3 has no update, by vote"
     assert describe({"kind": "suspect", "replica": 1, "reason": "it died", "by": 0}) == (
         "replica 1 is suspected by 0: it died"
     )
@@ -350,6 +351,15 @@ def test_ranks_do_not_get_the_token_of_the_live_view(monkeypatch: pytest.MonkeyP
     environment = rank_environment(RunOptions(replicas=1, script="x.py"), "127.0.0.1:1", "token", "job", "127.0.0.1:2")
     assert "the-token-of-a-live-view" not in environment.values()
     assert (environment["OF_THE_SCRIPT"], environment["FTCOMM_TOKEN"]) == ("1", "token")
+
+
+def test_ranks_get_the_times_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCOMM_INIT_TIMEOUT", "7")  # of another launcher around us, or read by the command line already
+    options = RunOptions(replicas=1, script="x.py", op_timeout=40.0, init_timeout=33.0)
+    settings = Settings.from_env(
+        {**rank_environment(options, "127.0.0.1:1", "token", "job", "127.0.0.1:2"), "FTCOMM_REPLICA": "0"}
+    )
+    assert (settings.timeouts.op, settings.init_timeout) == (40.0, 33.0)
 
 
 def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from ftcomm.launch.several_hosts.messages import (
 )
 from ftcomm.launch.several_hosts.node_place import NodePlace
 from ftcomm.launch.several_hosts.refusals import Refusals
-from ftcomm.settings import own
 from ftcomm.transport.address import look_up, own_address
 
 
@@ -69,7 +68,7 @@ class OtherHosts:
     def open(self, place: NodePlace, run: str, credentials: Credentials, listener: HostsListener) -> None:
         """Have others, from here on. `run` names this launcher and no later one."""
         self._place, self._run, self._credentials, self._listener = place, run, credentials, listener
-        self._init_timeout = own({**os.environ, **self._options.env})["init_timeout"]
+        self._init_timeout = self._options.init_timeout
         if place.rank == 0:
             self._hub = LauncherHub(
                 place.count, self._options.alike, self._heard_from, self._on_change, self._on_new, listener.states
@@ -96,7 +95,7 @@ class OtherHosts:
         if not await self._until(lambda: not hub.missing):
             raise InitError(
                 f"the launchers of hosts {_listed(hub.missing)} have not come to {self._place.endpoint} in time "
-                "(FTCOMM_INIT_TIMEOUT). Start the same command there with their --node-rank and the same FTCOMM_TOKEN, "
+                "(--init-timeout). Start the same command there with their --node-rank and the same FTCOMM_TOKEN, "
                 "and see that this port is reached."
             )
         hub.begin(store, self._credentials.job)
@@ -117,7 +116,7 @@ class OtherHosts:
         )
         if not await self._until(lambda: link.begun is not None):
             raise InitError(
-                f"host 0 at {self._place.endpoint} has not let this one begin in time (FTCOMM_INIT_TIMEOUT): {link.why}"
+                f"host 0 at {self._place.endpoint} has not let this one begin in time (--init-timeout): {link.why}"
             )
         if link.begun is None:  # drained before it has begun, so it needs neither
             return self._place.endpoint, ""
@@ -160,7 +159,7 @@ class OtherHosts:
     def given_up(self) -> str:
         """Says so."""
         return (
-            f"host 0 at {self._place.endpoint}, which has the coordinator, is not reached (FTCOMM_INIT_TIMEOUT, "
+            f"host 0 at {self._place.endpoint}, which has the coordinator, is not reached (--init-timeout, "
             f"{self._init_timeout:g} s), so no replica can join. {CHECKPOINT}: the same command on each host"
         )
 
