@@ -52,6 +52,11 @@ if TYPE_CHECKING:
         verify,
     )
     from ftcomm.groups.group import Group
+    from ftcomm.groups.static_endpoint import Endpoint
+    from ftcomm.groups.static_group import StaticGroup
+    from ftcomm.groups.subgroup import Subgroup
+    from ftcomm.p2p.calls import MessageWork
+    from ftcomm.settings import Settings
     from ftcomm.training.steps import steps
 
 # One thread's stores become visible to another in their order because of the interpreter lock.
@@ -65,7 +70,12 @@ __version__ = "0.2.0"
 
 _HOME = {
     **dict.fromkeys(("Span", "Work"), "ftcomm.groups.calls"),
+    "Endpoint": "ftcomm.groups.static_endpoint",
     "Group": "ftcomm.groups.group",
+    "MessageWork": "ftcomm.p2p.calls",
+    "Settings": "ftcomm.settings",
+    "StaticGroup": "ftcomm.groups.static_group",
+    "Subgroup": "ftcomm.groups.subgroup",
     **dict.fromkeys(("default_group", "init", "report", "shutdown", "verify"), "ftcomm.groups.default_group"),
     **dict.fromkeys(
         ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier"),
@@ -97,16 +107,21 @@ __all__ = [
     "ArgumentError",
     "CollectiveTimeout",
     "DivergenceError",
+    "Endpoint",
     "FtcommError",
     "Group",
     "InitError",
     "LostError",
+    "MessageWork",
     "MismatchError",
     "RemovedError",
+    "Settings",
     "SettingsError",
     "Span",
     "StateError",
+    "StaticGroup",
     "StepError",
+    "Subgroup",
     "TooLateError",
     "TransportError",
     "Work",

@@ -101,7 +101,7 @@ def _stage_other(x: Any) -> Staged:
     array = "torch.tensor([value])" if scalar else "torch.tensor(values) or np.array(values)"
     refuse(
         f"a value of type {type_name(x)}; it has to be an array",
-        f"Put the values into one, e.g. {array}, and reduce that.",
+        f"Put the values into one, e.g. {array}, and pass that.",
     )
 
 
@@ -163,7 +163,7 @@ def _stage_jax(jax: Any, x: Any) -> Staged:
         mend = "Call it outside jit, grad and vmap, on the arrays they return; ftcomm.jax.allreduce works inside jit."
         refuse("a JAX array that is being traced", mend)
     if not x.is_fully_addressable:
-        refuse("a JAX array with shards in other processes", "Reduce the arrays of x.addressable_shards.")
+        refuse("a JAX array with shards in other processes", "Pass the arrays of x.addressable_shards, one by one.")
     if not isinstance(x.dtype, np.dtype):
         refuse_dtype("JAX array", str(x.dtype), "Pass jax.random.key_data(x).")
     name = _numpy_name(x.dtype, "JAX array")
@@ -254,7 +254,7 @@ def refuse_dtype(owner: str, dtype: str, mend: str) -> NoReturn:
 
 
 def refuse(what: str, mend: str, cause: Exception | None = None) -> NoReturn:
-    raise ArgumentError(f"cannot reduce {what}. {mend}") from cause
+    raise ArgumentError(f"ftcomm cannot take {what}. {mend}") from cause
 
 
 def type_name(x: Any) -> str:

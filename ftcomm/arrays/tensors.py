@@ -50,7 +50,7 @@ def _stage_elsewhere(x: torch.Tensor) -> Staged:
     if x.device.type != "cuda":
         refuse(
             f"a torch tensor on device {x.device}",
-            "ftcomm serves cpu and cuda: reduce x.cpu() and copy the result back.",
+            "ftcomm serves cpu and cuda: pass x.cpu(), and copy the result back.",
         )
     caller = x.detach()
     stream = torch.cuda.current_stream(x.device)

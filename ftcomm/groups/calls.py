@@ -191,7 +191,7 @@ class Calls(Messages):
 
     def broadcast(self, x: Any, root: int, *, async_op: bool = False) -> Any:
         """Send `x` of rank `root` to all, in place. Any shape and dtype, the same number of elements on all. Returns
-        `x`.
+        `x`, or a new array for JAX.
 
         This call and all that follow survive a loss as `allreduce` does, with one limit: data that only a lost member
         had are gone. Then the call fails on every survivor with the same `LostError`, the content of the result is
@@ -206,7 +206,7 @@ class Calls(Messages):
         `MismatchError`, `CollectiveTimeout`, `RemovedError`.
         """
         self._may_move("broadcast")
-        self._rank("broadcast", root)
+        root = self._root("broadcast", root)
         into = self._engine.to_write(x)
         call = CollectiveCall("broadcast", self.roster, self.rank, root)
         op = self._engine.collective(call, into.flat, into.flat, into.dtype, into.count, into.size)
@@ -221,7 +221,7 @@ class Calls(Messages):
         Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("reduce")
-        self._rank("reduce", root)
+        root = self._root("reduce", root)
         staged = self._engine.stage(x)
         me, flat = self.rank, staged.flat
         call = CollectiveCall("reduce", self.roster, me, root, op)
@@ -229,7 +229,8 @@ class Calls(Messages):
         return self._carry_out(made, x, staged.finish if me == root else None, async_op)
 
     def allgather(self, out: Any, x: Any, *, async_op: bool = False, copy_engine: bool = False) -> Any:
-        """Put `x` of all ranks, one after the other in rank order, into `out` of all. Any dtype. Returns `out`.
+        """Put `x` of all ranks, one after the other in rank order, into `out` of all. Any dtype. Returns `out`, or a
+        new array for JAX.
 
         x: an array of any shape, with the same number of elements on all ranks.
         out: as many elements as `x` times the number of ranks, of the same dtype. If `x` is this rank's own part of it,
@@ -255,7 +256,8 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Reduce `x` as `allreduce` does, and give each rank its part of the result in `out`. Returns `out`.
+        """Reduce `x` as `allreduce` does, and give each rank its part of the result in `out`. Returns `out`, or a new
+        array for JAX.
 
         x: as many parts of equal size as there are ranks, in rank order. It stays as it is, except for `out` if that is
             a part.
@@ -287,7 +289,8 @@ class Calls(Messages):
         *,
         async_op: bool = False,
     ) -> Any:
-        """Send part `j` of `x` to rank `j`, and receive part `i` of `out` from rank `i`. Any dtype. Returns `out`.
+        """Send part `j` of `x` to rank `j`, and receive part `i` of `out` from rank `i`. Any dtype. Returns `out`, or
+        a new array for JAX.
 
         out, x: arrays of any shape and of one dtype, with the parts one after the other in rank order.
         out_counts, in_counts: the elements of each part of `out` and of `x`, a number per rank; None: all parts are
@@ -307,7 +310,8 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def gather(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """Put `x` of all ranks, one after the other in rank order, into `out` of rank `root`. Any dtype. Returns `out`.
+        """Put `x` of all ranks, one after the other in rank order, into `out` of rank `root`. Any dtype. Returns `out`,
+        or a new array for JAX.
 
         x: an array of any shape, with the same number of elements on all ranks.
         out: at `root` as many elements as `x` times the number of ranks, of the same dtype; None elsewhere.
@@ -315,7 +319,7 @@ class Calls(Messages):
         Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("gather")
-        self._rank("gather", root)
+        root = self._root("gather", root)
         roster, me = self.roster, self.rank
         given = self._engine.to_read(x)
         into = self._only_at_root("gather", "out", out, self._engine.to_write, root)
@@ -326,7 +330,7 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """Give part `j` of `x` of rank `root` to rank `j`, in `out`. Any dtype. Returns `out`.
+        """Give part `j` of `x` of rank `root` to rank `j`, in `out`. Any dtype. Returns `out`, or a new array for JAX.
 
         out: an array of any shape, with the same number of elements on all ranks.
         x: at `root` as many elements as `out` times the number of ranks, of the same dtype; None elsewhere.
@@ -334,7 +338,7 @@ class Calls(Messages):
         Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("scatter")
-        self._rank("scatter", root)
+        root = self._root("scatter", root)
         roster, me = self.roster, self.rank
         into = self._engine.to_write(out)
         given = self._only_at_root("scatter", "x", x, self._engine.to_read, root)
@@ -358,9 +362,11 @@ class Calls(Messages):
         self._may_call()
         self._engine.may_move(call)
 
-    def _rank(self, call: str, root: int) -> None:
-        if not 0 <= root < len(self.roster):
-            raise ArgumentError(f"{call} with root={root}; expected a rank, 0 to {len(self.roster) - 1}")
+    def _root(self, call: str, root: Any) -> int:
+        found = self._integer(root)
+        if found is None or not 0 <= found < len(self.roster):
+            raise ArgumentError(f"{call} with root={root!r}; expected a rank, 0 to {len(self.roster) - 1}")
+        return found
 
     def _only_at_root(self, call: str, name: str, x: Any, flat: Callable[[Any], Flat], root: int) -> Flat:
         at_root = self.rank == root

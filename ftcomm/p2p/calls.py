@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -247,30 +248,39 @@ class Messages:
 
         return finish
 
-    def _peer(self, rank: int, what: str) -> int:
+    @staticmethod
+    def _integer(value: Any) -> int | None:
+        """Returns an integer of Python, of NumPy or of another library as an `int`; None for anything else."""
+        try:
+            return operator.index(value)
+        except TypeError:
+            return None
+
+    def _peer(self, rank: Any, what: str) -> int:
         self._may_call()
-        own = self.rank
-        if not isinstance(rank, int) or not 0 <= rank < len(self.roster) or rank == own:
+        own, found = self.rank, self._integer(rank)
+        if found is None or not 0 <= found < len(self.roster) or found == own:
             raise ArgumentError(
                 f"cannot {what} rank {rank!r}; expected one of 0 to {len(self.roster) - 1}, and not {own}, which is "
                 "this one"
             )
-        return self.roster[rank]
+        return self.roster[found]
 
     def _outline(
-        self, flat: Flat | None, tag: int, timeout: float | None, place: DeviceMemory | None
+        self, flat: Flat | None, tag: Any, timeout: float | None, place: DeviceMemory | None
     ) -> tuple[int, str, memoryview, float, DeviceMemory | None]:
         """Returns the outline of a message; either `flat` or `place` says where its array is."""
-        if not isinstance(tag, int) or not -(1 << 63) <= tag < 1 << 63:
+        label = self._integer(tag)
+        if label is None or not -(1 << 63) <= label < 1 << 63:
             raise ArgumentError(f"a tag of {tag!r}; expected an integer of 64 bits")
         seconds = self._default_timeout() if timeout is None else timeout
         if not 0 < seconds < float("inf"):
             raise ArgumentError(f"timeout={timeout}; expected a positive number of seconds")
         deadline = time.monotonic() + seconds
         if flat is not None:
-            return tag, flat.dtype, flat.flat.data, deadline, None
+            return label, flat.dtype, flat.flat.data, deadline, None
         assert place is not None
-        return tag, place.dtype, memoryview(b""), deadline, place
+        return label, place.dtype, memoryview(b""), deadline, place
 
 
 def _nobody(replica: int, incarnation: str, epoch: int) -> Connection:

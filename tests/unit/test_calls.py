@@ -397,6 +397,11 @@ def test_a_lost_root_fails_alike_and_the_rest_goes_on(group: Group) -> None:
 
 BAD: dict[str, tuple[Callable[[Caller], Any], str]] = {
     "root": (lambda c: c.broadcast(np.zeros(3), 3), r"root=3; expected a rank, 0 to 2"),
+    "no root": (lambda c: c.broadcast(np.zeros(3), None), r"root=None; expected a rank, 0 to 2"),
+    "half a root": (lambda c: c.reduce(np.zeros(3), 0.5), r"root=0.5; expected a rank, 0 to 2"),
+    "no rank": (lambda c: c.send(np.zeros(3), "0"), r"cannot send to rank '0'; expected one of 0 to 2"),
+    "no tag": (lambda c: c.recv(np.zeros(3), 0, 1.5), r"a tag of 1.5; expected an integer of 64 bits"),
+    "no array": (lambda c: c.send([1, 2], 0), "ftcomm cannot take a value of type list; it has to be an array"),
     "negative root": (lambda c: c.reduce(np.zeros(3), -1), r"root=-1; expected a rank"),
     "allgather sizes": (lambda c: c.allgather(np.zeros(8), np.zeros(3)), "out of 9 x float64; got 8 x float64"),
     "allgather dtypes": (lambda c: c.allgather(np.zeros(9, np.int64), np.zeros(3)), "9 x float64; got 9 x int64"),
@@ -419,6 +424,11 @@ def test_bad_arguments_are_refused_before_anything_is_exchanged(case: str) -> No
         caller = Caller(rig.members[4], (1, 4, 6))  # there is no view yet: a call that goes through would wait for ever
         with pytest.raises(ArgumentError, match=text):
             call(caller)
+
+
+def test_ranks_may_be_integers_of_numpy(group: Group) -> None:
+    sent = group.all(lambda c: c.broadcast(np.full(3, c.rank), np.argmax([0, 1, 0])).tolist())
+    assert sent == [[1, 1, 1]] * 3
 
 
 def test_counts_that_do_not_fit_are_told_to_all(group: Group) -> None:

@@ -167,6 +167,20 @@ def test_only_what_a_user_needs_is_public() -> None:
     }
 
 
+def test_what_public_calls_take_and_return_is_public() -> None:
+    """A user who writes types, or makes one, need not look where it is defined."""
+    assert {"Settings", "Work", "Span", "MessageWork", "Group", "Subgroup", "StaticGroup", "Endpoint"} <= {
+        *ftcomm.__all__
+    }
+
+
+@pytest.mark.parametrize("package", ["ftcomm", "ftcomm.training", "ftcomm.torch"])
+def test_a_package_lists_its_public_names(package: str) -> None:
+    """Also those that are imported on first use, so that a shell completes them."""
+    found = importlib.import_module(package)
+    assert set(found.__all__) <= set(dir(found))
+
+
 @pytest.mark.parametrize("package", ["ftcomm", "ftcomm.training", "ftcomm.torch", "ftcomm.launch"])
 def test_no_public_name_is_that_of_a_module(package: str) -> None:
     """The import of `package.name` would put the module in the place of the public object."""
