@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 import zlib
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -93,19 +94,26 @@ class Pace:
     """Keeps the ranks of a replica about in step, as the collectives among its shards do in a training: at a boundary
     where membership changes, one that is far ahead would wait for the others longer than it is ready to."""
 
-    LEAD = 12  # steps; some 0.5 s
+    LEAD = 0.5  # s for which a rank may be ahead of the slowest one
     STEP_TIMEOUT = 1.0  # s at each step, for one that stands still or is dead
 
     def __init__(self, group: ftcomm.Group, arguments: dict[str, Any]) -> None:
         self._steps = np.memmap(Path(arguments["marks"]) / f"pace-{group.replica}", np.int64, "r+")
         self._rank = group.shard
+        self._ahead: deque[tuple[int, float]] = deque()  # steps to which not all have come, and when this rank did
 
     def keep(self, step: int) -> None:
+        now = time.monotonic()
         self._steps[self._rank] = step
-        if self._steps.min() < step - self.LEAD:
-            end = time.monotonic() + self.STEP_TIMEOUT
-            while self._steps.min() < step - self.LEAD and time.monotonic() < end:
-                time.sleep(0.001)
+        self._ahead.append((step, now))
+        while self._is_far_ahead() and time.monotonic() < now + self.STEP_TIMEOUT:
+            time.sleep(0.001)
+
+    def _is_far_ahead(self) -> bool:
+        slowest = self._steps.min()
+        while self._ahead and self._ahead[0][0] <= slowest:
+            self._ahead.popleft()
+        return bool(self._ahead) and time.monotonic() - self._ahead[0][1] > self.LEAD
 
 
 def seen(array: np.ndarray) -> list[tuple[int, int, list[int]]]:
