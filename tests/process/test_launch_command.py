@@ -105,6 +105,16 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     shell.close()
 
 
+def test_the_first_job_of_the_quick_start_runs_as_it_stands(shell: Shell) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "quickstart.md").read_text()
+    script = page.split("## A first job")[1].split("```python\n")[1].split("```")[0]
+    (shell.directory / "sums.py").write_text(script.replace("steps(300", "steps(3"))
+    code, out, err = shell.run("run", "--replicas", "2", "sums.py")
+    assert code == 0, err
+    assert sorted(re.findall(r"^\[(\d)\] in all 9.0$", out, re.MULTILINE)) == ["0", "1"], out
+    assert "[1] step 2: 3 from replicas (0, 1)" in out
+
+
 SLEEP = """
 import os, signal, sys, time
 open(f"ready-{os.environ['FTCOMM_REPLICA']}", "w").close()
