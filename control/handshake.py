@@ -94,7 +94,7 @@ class HungUp(HandshakeError):
     """The other side has closed the connection during the handshake: its kernel lives, and more is not known."""
 
 
-class Unspoken(HungUp):
+class SilentHangUp(HungUp):
     """The other side closed before it had said anything, as a client does that only tests whether a port is open."""
 
 
@@ -103,7 +103,7 @@ class Refused(HandshakeError):
     come from a process that will be replaced."""
 
 
-class Elsewhere(HandshakeError):
+class ProcessReplaced(HandshakeError):
     """A process that holds the token has the very port of the wanted one. So the wanted one has ended: it would still
     hold the port."""
 
@@ -121,13 +121,13 @@ Filler = Annotated[bytes, Meta(max_length=FILLER)]
 Short = Annotated[str, Meta(max_length=256)]
 
 
-class Spoken(msgspec.Struct, frozen=True):
+class FirstFrame(msgspec.Struct, frozen=True):
     """The common part of the first frame of either side, in every version. It is looked at before the rest."""
 
     version: int
 
 
-class Opening(Spoken, frozen=True):
+class Opening(FirstFrame, frozen=True):
     purpose: Short
     fields: Annotated[dict[Short, Annotated[str, Meta(max_length=LONGEST_FIELD)] | int], Meta(max_length=16)]
     nonce: Nonce
@@ -137,7 +137,7 @@ class Opening(Spoken, frozen=True):
     at: Short = ""  # the address that the client has dialled
 
 
-class Challenge(Spoken, frozen=True):
+class Challenge(FirstFrame, frozen=True):
     nonce: Nonce
     refused: str = ""
 
@@ -178,7 +178,7 @@ Wired = Generator["bytes | int", bytes, Any]
 
 _FILLING = bytes(FILLER)
 _encode = msgspec.msgpack.Encoder().encode
-_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (Spoken, Opening, Challenge, Proof, Accepted)}
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (FirstFrame, Opening, Challenge, Proof, Accepted)}
 
 
 def _decode(data: bytes, kind: type[Any]) -> Any:
@@ -219,7 +219,7 @@ def client_steps(
     opening = _encode(Opening(VERSION, purpose, fields, os.urandom(NONCE), credentials.job, *whom, at))
     yield opening
     raw = yield None
-    if (other := _decode(raw, Spoken).version) != VERSION:
+    if (other := _decode(raw, FirstFrame).version) != VERSION:
         raise HandshakeError(_version_text(other), "version")
     challenge = _decode(raw, Challenge)
     if challenge.refused:
@@ -236,7 +236,7 @@ def client_steps(
         ) from None
     accepted = _decode(raw, Accepted)
     if accepted.refused:
-        use, kind = (b"elsewhere", Elsewhere) if accepted.elsewhere else (b"refused", Refused)
+        use, kind = (b"elsewhere", ProcessReplaced) if accepted.elsewhere else (b"refused", Refused)
         proved = hmac.compare_digest(accepted.mac, _mac(token, use, *signed, accepted.refused.encode()))
         raise (kind if proved else HandshakeError)(printable(accepted.refused))
     if not hmac.compare_digest(accepted.mac, _mac(token, b"server", *signed)):
@@ -249,7 +249,7 @@ def server_steps(credentials: Credentials, names: Set[str] = frozenset(), bindin
     the address at which the connection has come in (`place`)."""
     token = credentials.token
     raw = yield None
-    if (other := _decode(raw, Spoken).version) != VERSION:
+    if (other := _decode(raw, FirstFrame).version) != VERSION:
         refused = _version_text(other)
         yield _encode(Challenge(VERSION, bytes(NONCE), refused))
         raise HandshakeError(refused, "version")

@@ -94,7 +94,7 @@ class HostAgentProcess:
         self._connections = RankConnections(
             RankListener(self.node.turned_away, self._from_rank, self._rank_closed), EncodedOnce()
         )
-        self.ranks = self._connections.told
+        self.ranks = self._connections.writers
         self.up = UpwardLink(
             *(NamedRank.of(config.replica, config.first, config.leader), "leader of the replica", config.leader),
             self._credentials,

@@ -12,7 +12,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.leader import ToCoordinator, ToRank
 from ftcomm.control.leader_agents import LeaderAgents
 from ftcomm.control.leader_node import LeaderNode
-from ftcomm.control.links import ToldAgent, serve_messages
+from ftcomm.control.links import HostAgentWriter, serve_messages
 from ftcomm.control.liveness import why_lost
 from ftcomm.control.rank_connections import ProbeListener, RankConnections, RankListener, probe_until_known
 from ftcomm.control.sealed import Channel
@@ -64,9 +64,9 @@ class LeaderDriver:
         self._connections = RankConnections(
             RankListener(node.turned_away, self._from_rank, self._rank_closed), self._once
         )
-        self.ranks = self._connections.told
+        self.ranks = self._connections.writers
         self.closed = self._connections.closed
-        self.agents: LeaderAgents[ToldAgent] = LeaderAgents(node, do, self.called)
+        self.agents: LeaderAgents[HostAgentWriter] = LeaderAgents(node, do, self.called)
 
     def open(self) -> None:
         """Connect to the coordinator."""
@@ -174,12 +174,14 @@ class LeaderDriver:
     # -- host agents ---------------------------------------------------------------------------------------------
 
     async def _serve_agent(self, channel: Channel, shards: range) -> None:
-        told: list[ToldAgent] = []
+        made: list[HostAgentWriter] = []
 
         def received(message: m.AnyMessage) -> None:
-            self.agents.received(told[0], message, time.monotonic())
+            self.agents.received(made[0], message, time.monotonic())
 
-        why = await serve_messages(channel, received, lambda writer: told.append(ToldAgent(writer, self._once, shards)))
-        if told and (there := self.agents.closed(told[0])) is not None:
+        why = await serve_messages(
+            channel, received, lambda writer: made.append(HostAgentWriter(writer, self._once, shards))
+        )
+        if made and (there := self.agents.closed(made[0])) is not None:
             listener = self.agents.probe_listener(shards, there, why, is_over=lambda: self.up.link is None)
             self._spawn(probe_until_known(there, self._credentials, self._timeouts, listener))

@@ -116,7 +116,7 @@ class _Messages:
             self.ended.set_result(str(error or "") or "its connection closed")
 
 
-class Told:
+class ViewWriter:
     """The sending side of a connection that is told views, each time what is new in them. For one event loop."""
 
     def __init__(self, writer: wire.Writer, once: EncodedOnce, shard: int | None = None) -> None:
@@ -128,8 +128,8 @@ class Told:
         self._writer.write(self._once.encode(message, self._sent))
 
 
-class ToldAgent:
-    """The sending side of a leader's connection to the host agent of some of its ranks, as `Told`."""
+class HostAgentWriter:
+    """The sending side of a leader's connection to the host agent of some of its ranks, as `ViewWriter`."""
 
     def __init__(self, writer: wire.Writer, once: EncodedOnce, shards: range) -> None:
         self.shards = shards
@@ -495,7 +495,7 @@ def _dropped(error: Exception) -> None:
     """Count a connection that is of no use."""
     if isinstance(error, OSError):
         kind = error.kind if isinstance(error, handshake.HandshakeError) else "handshake"
-        drop(kind, f"a connection: {error}", said=not isinstance(error, handshake.Unspoken))
+        drop(kind, f"a connection: {error}", said=not isinstance(error, handshake.SilentHangUp))
     else:
         drop("internal", f"a connection: {error!r}", error=error)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from ftcomm.control import messages as m
 from ftcomm.control.failed_dials import shortage
 from ftcomm.control.fork import keep_from_children
-from ftcomm.control.handshake import Credentials, Elsewhere
+from ftcomm.control.handshake import Credentials, ProcessReplaced
 from ftcomm.control.links import Ended, Link
 from ftcomm.control.rank_name import rank_name
 from ftcomm.control.views import Member, View
@@ -103,7 +103,7 @@ class Peers:
         self._down.add(member.replica)
         there = member.ranks[self._shard]
         reason = f"the link to it at {there.host}:{there.port} is down: {error}"
-        if isinstance(error, Elsewhere):
+        if isinstance(error, ProcessReplaced):
             self._lost(member, reason)
         else:
             self._failed(member, reason, error)

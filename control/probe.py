@@ -105,7 +105,7 @@ class ProbeConnection:
             steps = handshake.client(credentials, purpose, fields, there, handshake.place(self._sock.getpeername))
             await wire.handshake(self._sock, steps, wire.KERNEL, on_mute=lambda: None)
             self._tell(ProbeOutcome.ANSWERED)
-        except handshake.Elsewhere:
+        except handshake.ProcessReplaced:
             self._tell(ProbeOutcome.ENDED)
         except OSError:
             self._tell(ProbeOutcome.UNREACHABLE)

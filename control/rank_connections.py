@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ftcomm.control import handshake
 from ftcomm.control import messages as m
-from ftcomm.control.links import Told, serve_messages
+from ftcomm.control.links import ViewWriter, serve_messages
 from ftcomm.control.probe import ProbeConnection
 from ftcomm.control.probe_schedule import ProbeOutcome
 from ftcomm.control.sealed import Channel
@@ -28,47 +28,47 @@ class RankListener(NamedTuple):
 
 
 class RankConnections:
-    """The connections of the ranks that have said who they are, by shard in `told`. For one event loop."""
+    """The connections of the ranks that have said who they are, by shard in `writers`. For one event loop."""
 
     def __init__(self, listener: RankListener, once: EncodedOnce) -> None:
-        self.told: dict[int, Told] = {}
+        self.writers: dict[int, ViewWriter] = {}
         self._listener, self._once = listener, once
         self._left = asyncio.Event()  # a connection has ended
 
     async def serve(self, channel: Channel, shard: int) -> None:
         """Serve the connection of a rank, and own the channel."""
-        told: list[Told] = []
-        greeted: list[Told] = []  # the same, once the rank has said who it is
+        made: list[ViewWriter] = []
+        greeted: list[ViewWriter] = []  # the same, once the rank has said who it is
         hear = self._listener.received
 
         def received(message: m.AnyMessage) -> None:
             if not greeted:
                 if (answer := self._listener.turned_away(message)) is not None:
-                    told[0].send(answer)
+                    made[0].send(answer)
                     return
-                greeted.append(told[0])
-                self.told[shard] = told[0]
+                greeted.append(made[0])
+                self.writers[shard] = made[0]
             hear(shard, message)
 
-        why = await serve_messages(channel, received, lambda writer: told.append(Told(writer, self._once, shard)))
-        if greeted and self.told.get(shard) is greeted[0]:  # otherwise the rank has connected again
-            del self.told[shard]
+        why = await serve_messages(channel, received, lambda writer: made.append(ViewWriter(writer, self._once, shard)))
+        if greeted and self.writers.get(shard) is greeted[0]:  # otherwise the rank has connected again
+            del self.writers[shard]
             self._left.set()
             self._listener.closed(shard, why)
 
     async def closed(self, shard: int | None = None) -> None:
         """Wait until there is no connection of a rank, or of any."""
-        while self.told if shard is None else shard in self.told:
+        while self.writers if shard is None else shard in self.writers:
             self._left.clear()
             await self._left.wait()
 
     def flushed(self) -> list[Coroutine[Any, Any, None]]:
         """Returns the waits until the kernel has all that was said."""
-        return [way.flushed() for way in self.told.values()]
+        return [writer.flushed() for writer in self.writers.values()]
 
     def close(self) -> None:
-        for way in list(self.told.values()):
-            way.close()
+        for writer in list(self.writers.values()):
+            writer.close()
 
 
 class ProbeListener(NamedTuple):

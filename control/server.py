@@ -23,7 +23,7 @@ from ftcomm.control import handshake, leaderless, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.dropped import drop
 from ftcomm.control.finish_writer import LONGEST, RETRY, FinishWriter
-from ftcomm.control.links import Listener, Told, serve_messages
+from ftcomm.control.links import Listener, ViewWriter, serve_messages
 from ftcomm.control.liveness import boot, state_of
 from ftcomm.control.messages import Event
 from ftcomm.control.port import Port
@@ -88,7 +88,7 @@ class CoordinatorServer:
         self._beat, self._presence = timeouts.beat, timeouts.presence
         self._machine: c.Coordinator | None = None
         self._once = EncodedOnce()
-        self._writers: dict[ca.Conn, Told] = {}
+        self._writers: dict[ca.Conn, ViewWriter] = {}
         self._looks = 0  # at the kernels of leaders
         self._here: dict[ca.Conn, NamedRank] = {}  # the leaders that are here; their `Join` may be under way
         self._conns = 0
@@ -275,7 +275,7 @@ class CoordinatorServer:
         self._here[conn] = NamedRank.read(opening.fields)
 
         def ready(writer: wire.Writer) -> None:
-            self._writers[conn] = Told(writer, self._once)
+            self._writers[conn] = ViewWriter(writer, self._once)
 
         def received(message: m.AnyMessage) -> None:
             if self._machine is not None:
@@ -299,7 +299,7 @@ class CoordinatorServer:
         conn = self._next()
 
         def ready(writer: wire.Writer) -> None:
-            self._writers[conn] = Told(writer, self._once)
+            self._writers[conn] = ViewWriter(writer, self._once)
             if self._machine is not None:
                 self._do(self._machine.asked(conn, rank, lived / 1e3, time.monotonic()))
 

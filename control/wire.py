@@ -16,7 +16,7 @@ from typing import Any
 from ftcomm.control.byte_stream import ByteStream
 from ftcomm.control.dropped import drop
 from ftcomm.control.fork import keep_from_children
-from ftcomm.control.handshake import Credentials, HandshakeError, HungUp, Unspoken, Wired, client, place
+from ftcomm.control.handshake import Credentials, HandshakeError, HungUp, SilentHangUp, Wired, client, place
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.running_time import RunningTimer
 from ftcomm.control.sealed import Channel, Connection
@@ -301,7 +301,7 @@ class Handshake:
         except BlockingIOError:
             return False
         if not part:
-            raise (HungUp if self._spoken else Unspoken)("the connection was closed during the handshake")
+            raise (HungUp if self._spoken else SilentHangUp)("the connection was closed during the handshake")
         if not self._spoken and self._on_mute is not None:
             self._timer.cancel()
             self._timer = self._loop.call_later(self._timeout, self._late)

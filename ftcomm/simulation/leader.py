@@ -21,8 +21,8 @@ COORDINATOR = 1  # its port
 _LAST = 2.0  # s for what shard 0 has said last
 
 
-class SimulatedToldAgent:
-    """The sending side of a connection to a host agent, as `ftcomm.control.links.ToldAgent`."""
+class SimulatedHostAgentWriter:
+    """The sending side of a connection to a host agent, as `ftcomm.control.links.HostAgentWriter`."""
 
     def __init__(self, connection: SimulatedConnection, shards: range) -> None:
         self.connection, self.shards = connection, shards
@@ -51,7 +51,9 @@ class SimulatedLeader(Process):
         self.node = node
         self._network, self._timeouts, self._on_end = network, timeouts, on_end
         self._ranks: dict[int, SimulatedConnection] = {}
-        self.agents: LeaderAgents[SimulatedToldAgent] = LeaderAgents(node, lambda event, *args: self._do(event(*args)))
+        self.agents: LeaderAgents[SimulatedHostAgentWriter] = LeaderAgents(
+            node, lambda event, *args: self._do(event(*args))
+        )
         self._up: SimulatedLink | None = None
         self._end: bool | None = None  # shard 0 has ended, well or not
 
@@ -87,15 +89,15 @@ class SimulatedLeader(Process):
         return True
 
     def _accepts_agent(self, connection: SimulatedConnection, shards: range) -> None:
-        told = SimulatedToldAgent(connection, shards)
+        writer = SimulatedHostAgentWriter(connection, shards)
 
         def closed(reason: object) -> None:
-            there = self.agents.closed(told)
+            there = self.agents.closed(writer)
             if there is not None:
                 listener = self.agents.probe_listener(shards, there, str(reason), is_over=lambda: not self.alive)
                 probe_until_known(self, self._network, there.pid, self._timeouts, listener)
 
-        connection.receive[1] = lambda message: self.agents.received(told, message, self.clock())
+        connection.receive[1] = lambda message: self.agents.received(writer, message, self.clock())
         connection.closed[1] = closed
 
     def _rank_lost(self, shard: int, reason: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ftcomm.control import dropped, handshake, links, wire
-from ftcomm.control.handshake import HungUp, Unspoken, Wired
+from ftcomm.control.handshake import HungUp, SilentHangUp, Wired
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
 from ftcomm.control.socket_events import socket_events
@@ -66,7 +66,7 @@ def test_the_steps_may_want_no_bytes() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("said", "error"), [(b"", Unspoken), (b"a", HungUp)])
+@pytest.mark.parametrize(("said", "error"), [(b"", SilentHangUp), (b"a", HungUp)])
 def test_an_end_before_anything_was_said_is_told_from_a_later_one(said: bytes, error: type[Exception]) -> None:
     def steps() -> Wired:
         yield 2

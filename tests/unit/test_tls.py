@@ -377,7 +377,7 @@ def test_who_names_no_job_is_told_what_to_export(named: Port, once) -> None:
 
 
 def test_an_address_that_is_out_of_date_reaches_nobody_else(named: Port, once) -> None:
-    with pytest.raises(handshake.Elsewhere, match="another process listens there now"):
+    with pytest.raises(handshake.ProcessReplaced, match="another process listens there now"):
         dial(named, None, job="mine", to="that of one before")
     once("target")
     dial(named, None, job="mine", to="that of its address").close()
