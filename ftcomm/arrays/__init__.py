@@ -98,7 +98,7 @@ def _stage_other(x: Any) -> Staged:
     if not isinstance(x, np.generic) and hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _stage_dlpack(x)
     scalar = isinstance(x, (bool, int, float, complex, np.generic))
-    array = "torch.tensor([value])" if scalar else "torch.tensor(values) or np.array(values)"
+    array = "np.array([value])" if scalar else "np.array(values) or torch.tensor(values)"
     refuse(
         f"a value of type {type_name(x)}; it has to be an array",
         f"Put the values into one, e.g. {array}, and pass that.",
@@ -250,7 +250,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool
 
 
 def refuse_dtype(owner: str, dtype: str, mend: str) -> NoReturn:
-    refuse(f"a {owner} of dtype {dtype}", f"Supported: {', '.join(DTYPES)}. {mend}")
+    refuse(f"a {owner} of dtype {dtype}", f"What can be reduced: {', '.join(DTYPES)}. {mend}")
 
 
 def refuse(what: str, mend: str, cause: Exception | None = None) -> NoReturn:

@@ -275,12 +275,12 @@ REFUSED_NUMPY = {
     ),
     "complex64": (lambda: np.ones(3, np.complex64), r"complex64.*x\.view\(np\.float32\)"),
     "complex128": (lambda: np.ones(3, np.complex128), r"complex128.*x\.view\(np\.float64\)"),
-    "object": (lambda: np.array([1, None]), "object.*Supported: float64"),
+    "object": (lambda: np.array([1, None]), "object.*What can be reduced: float64"),
     "string": (lambda: np.array(["a", "b"]), "dtype str"),
     "datetime": (lambda: np.zeros(3, "M8[s]"), "datetime64"),
     "timedelta": (lambda: np.zeros(3, "m8[s]"), "timedelta64"),
     "struct": (lambda: np.zeros(3, [("a", "f4")]), "void32"),
-    "longdouble": (lambda: np.ones(3, np.longdouble), "Supported"),
+    "longdouble": (lambda: np.ones(3, np.longdouble), "What can be reduced"),
     "masked": (lambda: np.ma.masked_array(np.ones(3), [0, 1, 0]), "masked.*filled"),
 }
 
