@@ -41,7 +41,7 @@ class GroupMember(Generic[OpT]):
         self.peers: dict[int, Peer] = {}
         self.frozen = True
         self.error: BaseException | None = None
-        self._change: tuple[int, int] | None = None  # the change of view, as it is recorded
+        self.recorded_change: tuple[int, int] | None = None  # the change of view, as it is recorded
 
     @property
     def nonces(self) -> dict[int, str]:
@@ -52,7 +52,7 @@ class GroupMember(Generic[OpT]):
         """Stop: nothing moves from now on, before `enter`. A connection that ends meanwhile is no news."""
         if not self.frozen:
             recorder = self.watch.recorder
-            self._change = recorder.recorder.begin(PhaseKind.VIEW, note=recorder.name)
+            self.recorded_change = recorder.recorder.begin(PhaseKind.VIEW, note=recorder.name)
         self.frozen = True
         for peer in self.peers.values():
             peer.quiet()
@@ -113,7 +113,7 @@ class GroupMember(Generic[OpT]):
                 recorder.ended(op, now, op.error is not None)
             else:
                 recorder.goes_on(op)
-        change, self._change = self._change, None
+        change, self.recorded_change = self.recorded_change, None
         if change is not None:
             recorder.recorder.finish(change, number=view.epoch)
 

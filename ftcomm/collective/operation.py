@@ -65,7 +65,7 @@ class Operation:
     verified = False  # all members have made the same call
     doom: BaseException | None = None  # it fails with this as soon as all have called it
     kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
-    _kept_memory: Bytes | None = None  # the memory of `kept`
+    kept_memory: Bytes | None = None  # the memory of `kept`
     _latch: LockType | None = None  # held until the op is done; the first thread that has to wait for it makes it
 
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
@@ -96,8 +96,8 @@ class Operation:
     def _keep_input(self) -> None:
         """Make room for a copy of the input, if the op needs one."""
         if len(self.finals) > 1:
-            self._kept_memory = acquire(self.nbytes)
-            self.kept = self._kept_memory[: self.nbytes].view(self.array.dtype)
+            self.kept_memory = acquire(self.nbytes)
+            self.kept = self.kept_memory[: self.nbytes].view(self.array.dtype)
 
     @cached_property
     def memory(self) -> memoryview:
@@ -153,10 +153,10 @@ class Operation:
     def finish(self, error: BaseException | None = None) -> None:
         """End the op. The engine calls it once."""
         self.error = error
-        if self._kept_memory is not None:
+        if self.kept_memory is not None:
             self.kept = None
-            release(self._kept_memory)
-            self._kept_memory = None
+            release(self.kept_memory)
+            self.kept_memory = None
         self.done = True
         if self._latch is not None:
             self._latch.release()

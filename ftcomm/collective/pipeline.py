@@ -218,7 +218,7 @@ class Pipeline:
             )
             for algorithm in algorithms
         }
-        self._courses: dict[tuple[int, int], Course] = {}  # of all-reduces, keyed by call and elements of a chunk
+        self.courses: dict[tuple[int, int], Course] = {}  # of all-reduces, keyed by call and elements of a chunk
         self._detail = AROUND if view.ring else HIERARCHICAL if view.hosts else 0  # the detail of all-reduces
 
     def _join(self, place: TreeBranch, peers: Mapping[int, Peer]) -> None:
@@ -347,17 +347,17 @@ class Pipeline:
         if op.schedule is not None:
             return self._course(op, self.algorithms.of(op))
         key = op.call, op.elements
-        found = self._courses.get(key)
+        found = self.courses.get(key)
         if found is None:
-            if len(self._courses) >= _KEPT:
-                self._courses.clear()
-            found = self._courses[key] = self._course(op, self.algorithms.of(op))
+            if len(self.courses) >= _KEPT:
+                self.courses.clear()
+            found = self.courses[key] = self._course(op, self.algorithms.of(op))
         return found
 
     def tune(self, tuning: Tuning) -> None:
         """Use other switch points, while nothing is in flight."""
         self.algorithms.tune(tuning)
-        self._courses.clear()
+        self.courses.clear()
 
     def _course(self, op: Operation, algorithm: Algorithm) -> Course:
         """Makes the course of what goes by `algorithm` of an op."""

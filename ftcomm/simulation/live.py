@@ -133,9 +133,9 @@ class SteppedStream(Stream):
 
 # Of the product's objects: what is saved apart, what tells of time, and what is found again.
 # Of an op: where it is in the recording, which decides nothing, and the bytes that `kept` shows.
-_RECORDED = frozenset(("record", "_kept_memory"))
-_APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch", "_change"))
-_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped", "course", "_courses"))
+_RECORDED = frozenset(("record", "kept_memory"))
+_APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch", "recorded_change"))
+_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped", "course", "courses"))
 
 Resumption = Callable[[Inflight[Operation], GroupView], None]  # may spoil what is left to do, in a mutation
 
