@@ -191,7 +191,7 @@ def test_no_hop_of_a_large_op_between_hosts_is_small(members: int, by_ring: bool
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="another Python has other bytecodes")
-@pytest.mark.parametrize(("members", "most"), [(2, 664), (4, 1120)])
+@pytest.mark.parametrize(("members", "most"), [(2, 664), (4, 1139)])
 def test_a_task_runs_no_more_bytecodes_than_it_needs(members: int, most: int) -> None:
     """`python -m tests.bytecodes` says which functions run them. Who needs more says why, or takes some away."""
     fewer, more = 8, 16  # tasks, of one chunk each
@@ -208,4 +208,4 @@ def test_a_task_runs_no_more_bytecodes_than_it_needs(members: int, most: int) ->
 def test_an_op_of_two_tasks_runs_no_more_bytecodes_than_it_needs() -> None:
     array = np.zeros(2 * REAL_CHUNK // 4, np.float32)
     with mirrored_group(4) as group:
-        assert bytecodes(lambda: group.allreduce(array)).total() <= 3515
+        assert bytecodes(lambda: group.allreduce(array)).total() <= 3553

@@ -17,7 +17,7 @@ import numpy as np
 from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
 from ftcomm.collective.plan import GroupView, slices
 from ftcomm.kernels.dtypes import HOST_DTYPES
-from ftcomm.kernels.host.reduce import Reducer, Reduction, is_operand, of_two, operand
+from ftcomm.kernels.host.reduce import Reducer, is_operand, of_two, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory
 
 if TYPE_CHECKING:
@@ -86,12 +86,10 @@ class OneShot(Algorithm):
 
 
 class TwoShotViews(NamedTuple):
-    mine: Array
+    staged: Sequence[tuple[slice, Array]]  # what others read of my input, and its places: all but my slice
     itemsize: int
     slices: Mapping[int, tuple[int, int]]  # (start, stop) of each member's slice, in items of these views
-    sources: Sequence[Any]  # the inputs for my slice
-    out: Any  # my slice, reduced
-    reduction: Reduction | None  # None: my slice is empty
+    reduce: Callable[[Array], object] | None  # reduces my slice, of which mine is in the caller's; None: it is empty
     reduced: Sequence[tuple[slice, Any]]  # the slices of all, and their places
 
 
@@ -103,7 +101,6 @@ class TwoShot(Algorithm):
         super().__init__(view, memories, reducer)
         self.members = view.members
         self.steps = (AlgorithmStep(REDUCED, (), REDUCED), AlgorithmStep(REDUCED, tuple(sorted(self.others)), 0))
-        self._place = self.contributors.index(self.me) if self.contributes else -1
 
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> TwoShotViews:
         carrier = HOST_DTYPES[dtype].carrier
@@ -114,35 +111,43 @@ class TwoShot(Algorithm):
             for m, (a, b) in bounds.items()
             if a < b
         ]
+        staged = [
+            (slice(a, b), self.memories[self.me].carve(POSTED, chunk, a, b - a, carrier))
+            for a, b in ((0, start), (stop, count))
+            if a < b
+        ]
+        reduce = self._reduction(dtype, op, slice(start, stop), chunk) if start < stop else None
+        return TwoShotViews(staged, carrier.itemsize, bounds, reduce, reduced)
+
+    def _reduction(self, dtype: str, op: str, part: slice, chunk: int) -> Callable[[Array], object]:
+        """Returns what reduces my slice of a chunk of the caller's."""
+        carrier, reduction = HOST_DTYPES[dtype].carrier, self.reducer.get(dtype, op)
 
         def view(member: int, region: int) -> Any:
-            return operand(dtype, self.memories[member].carve(region, chunk, start, stop - start, carrier))
+            memory = self.memories[member]
+            return operand(dtype, memory.carve(region, chunk, part.start, part.stop - part.start, carrier))
 
-        return TwoShotViews(
-            self.memories[self.me].carve(POSTED, chunk, 0, count, carrier),
-            carrier.itemsize,
-            bounds,
-            [view(m, POSTED) for m in self.contributors],
-            view(self.me, REDUCED),
-            self.reducer.get(dtype, op) if start < stop else None,
-            reduced,
-        )
+        place = self.contributors.index(self.me) if self.contributes else len(self.contributors)
+        before = [view(m, POSTED) for m in self.contributors[:place]]
+        after = [view(m, POSTED) for m in self.contributors[place + 1 :]]
+        out = view(self.me, REDUCED)
+        if not self.contributes:
+            return lambda here: reduction(before, out)
+        if is_operand(dtype):
+            return lambda here: reduction((*before, here[part], *after), out)
+        return lambda here: reduction((*before, operand(dtype, here[part]), *after), out)
 
     def post(self, slot: Slot) -> None:
         if self.stages_input and not slot.straight:
-            slot.views.mine[...] = slot.here
+            here = slot.here
+            for part, place in slot.views.staged:
+                place[...] = here[part]
 
     def step(self, slot: Slot) -> None:
-        """Reduce my slice."""
-        views = slot.views
-        reduction, sources = views.reduction, views.sources
-        if reduction is None:
-            return
-        if slot.straight and self.contributes:
-            start, stop = views.slices[self.me]
-            mine = operand(slot.op.dtype, slot.here[start:stop])
-            sources = [*sources[: self._place], mine, *sources[self._place + 1 :]]
-        reduction(sources, views.out)
+        """Reduce my slice. My own input is not staged: nobody else reads it."""
+        reduce = slot.views.reduce
+        if reduce is not None:
+            reduce(slot.here)
 
     def finish(self, slot: Slot) -> None:
         here = slot.here
