@@ -149,9 +149,15 @@ def leader_described(seconds: float) -> str:
     )
 
 
+def runs(there: Address) -> bool:
+    """Whether the kernel of this host knows that the process at an address runs, and is not about to end. Another
+    process may have its number by now."""
+    return there.processes == processes() and not is_ending(there)
+
+
 def why_lost(there: Address) -> str:
     """Returns why the rank at an address is lost, where it is not found any more."""
-    if there.processes == processes() and not is_ending(there):
+    if runs(there):
         return f"its process {there.pid} runs, and takes no part in the job any more"
     return f"its process {there.pid} has ended"
 

@@ -15,7 +15,7 @@ from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import stamp_of
 from ftcomm.collective.roster import NONE
 from ftcomm.collective.watchdog import Stall, StallLog
-from ftcomm.control import fork
+from ftcomm.control import fork, liveness
 from ftcomm.control import messages as m
 from ftcomm.control.agent_ranks import agent_ranks
 from ftcomm.control.control_thread import ACK, ControlThread
@@ -105,7 +105,6 @@ class Group(Calls):
         p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, engine.slots)
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
-        died = "its process died" if leader is None else f"the process of its shard {settings.shard} died"
         self._communicator = communicator = Communicator(
             ALL,
             self.replica,
@@ -114,7 +113,7 @@ class Group(Calls):
             p2p,
             Terms((settings.host, port), settings.data, settings.algorithm, settings.tuning, settings.rack),
             GroupKind.JOB,
-            on_died=lambda replica, epoch: self._control.suspect(replica, epoch, died, proof=True),
+            on_died=self._died,
         )
         super().__init__(ALL, self.replica, p2p, engine, communicator.exchange)
         self.roster = ()
@@ -538,6 +537,14 @@ class Group(Calls):
         first."""
         if self._exchange.waiting(0) is None:
             self._control.stalled(*stall)
+
+    def _died(self, replica: int, epoch: int) -> None:
+        """Report a member of this host whose control thread has ended: with its process, or since it has left."""
+        member = None if self._view is None else self._view.member(replica)
+        which = "its process" if self.shards == 1 else f"the process of its shard {self.shard}"
+        left = member is not None and liveness.runs(member.ranks[self.shard])
+        why = f"{which} runs, and takes no part in the job any more" if left else f"{which} died"
+        self._control.suspect(replica, epoch, why, proof=True)
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
         self._control.severed(replica, epoch, reason)

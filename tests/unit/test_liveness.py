@@ -9,13 +9,17 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import time
+import types
 
 import msgspec
+import pytest
 
+import ftcomm
 from ftcomm.control import liveness
 from ftcomm.control.liveness import unanswered
-from ftcomm.control.views import Address
+from ftcomm.control.views import Address, Addresses, Member, View
 from tests.rigs.stopped_processes import Peer, until
 
 
@@ -95,3 +99,24 @@ def test_a_process_that_ends_is_seen_by_its_kernel() -> None:
     assert not any(liveness.is_ending(one) for one in elsewhere)
     assert {liveness.why_lost(one) for one in elsewhere} == {f"its process {child} has ended"}
     assert not liveness.is_ending(msgspec.structs.replace(there, pid=os.getpid()))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_member_that_has_left_is_not_said_to_have_died(shards: int) -> None:
+    """What its peers see is the end of its control thread, which may be that of its process, or not."""
+    told: list[str] = []
+    group = object.__new__(ftcomm.Group)
+    group.shard, group.shards = 0, shards
+    group._control = types.SimpleNamespace(  # type: ignore[assignment]
+        suspect=lambda replica, epoch, reason, proof: told.append(reason)
+    )
+    child = subprocess.Popen(["true"])
+    child.wait()
+    for pid in (os.getpid(), child.pid):
+        there = Address("h", 1, liveness.boot(), pid, 3, "0" * 32, pids=liveness.pids())
+        group._view = View(1, 0, (Member(2, "a", Addresses.of([there]), True),), "")
+        group._died(2, 1)
+        group._died(3, 1)  # of which this view says nothing
+    which = "its process" if shards == 1 else "the process of its shard 0"
+    runs, died = f"{which} runs, and takes no part in the job any more", f"{which} died"
+    assert told == [runs, died, died, died]
