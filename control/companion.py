@@ -49,7 +49,7 @@ class Companion:
         """Starts the companion, which finds modules where this process does, holds copies of `descriptors`, and writes
         its log to `errors` (None: where this process does). Raises `OSError`."""
         self._module = module
-        self.pid = 0  # of the companion, from `begun` on
+        self.pid = 0  # the process of the companion, from `begun` on
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -142,7 +142,7 @@ def dismissed(sock: socket.socket, end: int) -> bool:
             return True
         if ended:
             return False
-        watch.unregister(sock)  # closed, though the process may live
+        watch.unregister(sock)  # the connection is closed, and the process may live
 
 
 def _said(sock: socket.socket) -> bool:

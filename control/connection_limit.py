@@ -31,8 +31,8 @@ class ConnectionLimit(Generic[ConnectionT]):
     def __init__(self, most: int) -> None:
         self.most = most
         self._proved: set[ConnectionT] = set()
-        self._sources: dict[ConnectionT, str] = {}  # of those that have not proved anything; the oldest first
-        self._spoke: set[ConnectionT] = set()  # some of these
+        self._sources: dict[ConnectionT, str] = {}  # of connections that have proved nothing; the oldest first
+        self._spoke: set[ConnectionT] = set()  # connections among these that have spoken
 
     def __len__(self) -> int:
         return len(self._proved) + len(self._sources)

@@ -17,7 +17,7 @@ class Decisions:
 
     def __init__(self, known: KnownJob, joiner_messages: JoinerMessages) -> None:
         self._known, self._joiner_messages = known, joiner_messages
-        self._finishes = known.job.finishes  # as they are stored
+        self._finishes = known.job.finishes  # what the store has of them
 
     def decide(
         self,

@@ -54,26 +54,26 @@ class HostAgent:
     def __init__(self, shards: range, ranks: int, timeouts: Timeouts, address: Address, processes: str) -> None:
         """`ranks` are those of the replica; `processes` are those whose end the agent sees by itself."""
         self.shards = shards
-        self.addresses: dict[int, Address] = {}  # of the ranks that have said hello
-        self.life = ""  # of the replica, as the leader has told it
+        self.addresses: dict[int, Address] = {}  # the addresses of the ranks that have said hello
+        self.life = ""  # the life of the replica, as the leader has told it
         self.address, self._processes = address, processes
         self._give_up = timeouts.give_up
         self._beats = timeouts.beats(ranks)
-        self._beat = 0  # of these, the one that comes next
+        self._beat = 0  # the next of `_beats`; with 0 the leader gets a sign of life
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)
         self._openings = 0  # connections to the leader so far
         # Why no rank may speak to the leader, in the message that tells each.
         self._lost: m.LeaderLost | m.Removed | m.Welcome | None = m.LeaderLost(
             "the leader of the replica has not been reached yet"
         )
-        self._silent = False  # that is why: its connection stands
+        self._silent = False  # `_lost` says that the leader is silent; its connection stands
         self._answers = False  # since the last beat the kernel of a leader that is lost has answered
-        self._ranks: set[int] = set()  # those that are connected, and have said hello
-        self._welcome: set[int] = set()  # those of them that the leader has answered
+        self._ranks: set[int] = set()  # ranks that are connected, and have said hello
+        self._welcome: set[int] = set()  # ranks of these that the leader has answered
         self._ended: dict[int, m.RankLost] = {}  # ranks whose process has ended; the leader may not have heard it
         self._forget()
-        self._step, self._loop = -1, 0  # the newest that any rank is in
-        self._view: View | None = None  # the newest in which this replica runs
+        self._step, self._loop = -1, 0  # the newest step and loop of any rank
+        self._view: View | None = None  # the newest view in which this replica runs
 
     def _forget(self) -> None:
         """Forget what was said over the last connection to the leader: the ranks say it again."""
@@ -160,7 +160,7 @@ class HostAgent:
         if isinstance(message, m.Heartbeat):
             return self._sign_of_life(shard, message)
         if isinstance(message, m.Suspect | m.Severed) and not self._losses.is_news(message):
-            return []  # said with a beat
+            return []  # it is said with the next beat
         if isinstance(message, m.Reachable):
             self._losses.reached(message.replica, shard)
         return self._tell(self._merged.say(shard, message))

@@ -52,7 +52,7 @@ class HostAgentConfig(msgspec.Struct, frozen=True):
     replica: int
     first: int  # the rank that has started it
     count: int  # ranks on this host, from that one on
-    ranks: int  # of the replica
+    ranks: int  # the number of ranks of the replica
     pid: int  # the process of that rank
     leader: tuple[str, int]
     token: str
@@ -60,7 +60,7 @@ class HostAgentConfig(msgspec.Struct, frozen=True):
     tls: Files | None
     timeouts: Timeouts
     host: str  # the address of this host
-    level: int  # of the log
+    level: int  # the level of the log
 
     @property
     def fields(self) -> handshake.Fields:
@@ -106,9 +106,9 @@ class HostAgentProcess:
             trains=lambda: bool(self.node.life),
             on_mute=self._mute,
         )
-        self._tried = asyncio.Event()  # to connect to the leader
+        self._tried = asyncio.Event()  # an attempt to connect to the leader has ended
         self._settled = asyncio.Event()  # there is a connection to it, or nobody listens at its port
-        self._flushes = False  # soon
+        self._flushes = False  # a flush is due soon
         self._tasks = Tasks()
 
     async def run(self, begun: Callable[[], None], ended: asyncio.Future[bool]) -> None:
@@ -225,7 +225,7 @@ class HostAgentProcess:
         await within(LAST, self._connections.closed(self._config.first))
         if not well:
             self._do(self.node.rank_lost, self._config.first, f"its process {self._config.pid} has ended")
-            await within(LAST, self._settled.wait())  # it hears that with the next connection, if there is none
+            await within(LAST, self._settled.wait())  # if there is no connection, the leader hears it with the next one
         self._do(self.node.flush)
         up = [] if self.up.link is None else [self.up.link.flushed()]
         await within(LAST, _all(*self._connections.flushed(), *up))

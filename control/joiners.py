@@ -18,7 +18,7 @@ class Joiners:
     def __init__(self) -> None:
         self.waiting: dict[int, Member] = {}
         self.preparing: dict[int, Member] = {}
-        self._unregistered: set[int] = set()  # some of `preparing`
+        self._unregistered: set[int] = set()  # those of `preparing` that have not been told of the job
 
     def __iter__(self) -> Iterator[Member]:
         return iter([*self.waiting.values(), *self.preparing.values()])

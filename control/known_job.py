@@ -56,7 +56,7 @@ class KnownJob:
         self.ran = RunningTime(min(REPORT, 2 * timeouts.beat))
         self.detector: Detector[int] = Detector(timeouts.silence)
         self.links = LeaderLinks()
-        self.joiners = Joiners()  # in no view, or in one that no member will install
+        self.joiners = Joiners()  # replicas in no view, or in one that no member will install
         self.blame = Blame(timeouts.hold_down_among(replicas), timeouts.grace, timeouts.op)
         self.suspicions = Suspicions(timeouts.op, FRESH)
         self.severed = SeveredPairs(timeouts.hold_down, timeouts.op)
@@ -67,13 +67,13 @@ class KnownJob:
         self.unheard = ALONE if self.job.unfinished_holders else None  # what joiners wait for, if not for a boundary
         self.unvisited = bool(views)  # no member of the job has come to this coordinator yet
         self.held: dict[Conn, m.Withdrawn] = {}  # what is to be decided when it is not too early any more
-        self.held_up: dict[int, float] = {}  # when a member that lives was mute last
+        self.held_up: dict[int, float] = {}  # by replica: when it lived and was mute last
         self.not_reconnected: set[Life] = set()  # members that catch up according to the store, and have not come yet
-        self._to_speak: set[Life] | None = None  # those that catch up while all holders may be lost, see `note_loss`
-        self._asked = 0.0  # s that this process had run when that began
+        self._to_speak: set[Life] | None = None  # members that catch up while all holders may be lost, see `note_loss`
+        self._asked = 0.0  # s that this process had run when `_to_speak` was made
         self._begun = now
         self._met = not views  # all known members have come, or had the time to, see `is_early`
-        self._ticks = 0  # until `_met`
+        self._ticks = 0  # ticks that have come until `_met`
         for member in self.job.running:
             if not self.job.contributes(member.replica, member.incarnation):
                 self.not_reconnected.add((member.replica, member.incarnation))

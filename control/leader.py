@@ -54,7 +54,7 @@ LeaderAction = ToCoordinator | ToRank | ToPeerLeader
 _FROM_EACH = (m.Ready, m.CaughtUp, m.Finished)  # what counts when all ranks have said it
 _PASSED_UP = (m.Reachable, m.Stalled)
 
-NAMED = 64  # ranks that have not come, of those that are named
+NAMED = 64  # at most so many of the ranks that have not come are named
 MANY = 256  # proposals of one view that a leader remembers; far more than there can be
 
 
@@ -65,9 +65,9 @@ class _Change:
     number: int
     step: int
     epoch: int  # the view that the change replaces
-    loop: int  # in which the joiners wait
+    loop: int  # the step loop in which the joiners wait
     joins: tuple[Member, ...] = ()
-    promised: set[int] = dataclasses.field(default_factory=set)  # shards
+    promised: set[int] = dataclasses.field(default_factory=set)  # shards of the ranks that have promised
     bound: bool = False  # all ranks have promised, so the leader has too
     commit: View | None = None
     later: bool = False  # the boundary is of a later loop than that of the joiners, so the commit is refused
@@ -76,7 +76,7 @@ class _Change:
     said_none: bool = False
     said_commit: bool = False
     decided: bool = False
-    decision: m.Decision | None = None  # to each rank that asks, once it is decided
+    decision: m.Decision | None = None  # the answer to each rank that asks, once it is decided
 
 
 class Leader:
@@ -94,7 +94,7 @@ class Leader:
         """`state` tells what a process does, where this host can see it (`ftcomm.control.liveness.state_of`).
         `processes` are those whose end the leader sees by itself (`Address.processes`)."""
         self._beats = timeouts.beats(ranks)
-        self._beat = 0  # of these, the one that comes next; with the first, all ranks get a sign of life
+        self._beat = 0  # the next of `_beats`; with 0 all ranks get a sign of life
         self.detector: Detector[int] = Detector(self._beats * timeouts.unheard)  # the ranks, by shard
         self.agents: Detector[range] = Detector(self._beats * timeouts.unheard)  # host agents, by their ranks
         self._state = state
@@ -104,7 +104,7 @@ class Leader:
         self.welcome = m.Welcome(incarnation, processes)  # the answer to a rank
         self.ranks = ranks
         self.addresses: dict[int, Address] = {}
-        self._replicas: dict[int, int] = {}  # by rank: how many the job has, as it was told
+        self._replicas: dict[int, int] = {}  # by rank: how many replicas the job has, as that rank was told
         self.view: View | None = None  # the newest view that this replica runs in
         self.preview: View | None = None  # the members and this replica, as a running job told them last
         self.step = -1  # the last boundary that any rank has passed
@@ -114,22 +114,22 @@ class Leader:
         self.change: _Change | None = None
         self._given: dict[str, m.Message] = {}  # the last message of each kind to all ranks, see `_again`
         self._refused: set[int] = set()  # proposals of which this leader has told another one that it holds nothing
-        self._answered: set[tuple[int, int]] = set()  # (proposal, replica) of those leaders
+        self._answered: set[tuple[int, int]] = set()  # (proposal, replica) of the leaders that were told so
         self._installed = Installs(ranks)
         self._losses, self._resumptions = Losses(), Resumptions(ranks)
         self.epoch = 0  # the newest view that all ranks have installed
         self.heard = 0  # the newest view that this leader was told of
-        self._news: m.Queued | None = None  # that all ranks but shard 0 are told with the next beat
-        self._early: set[int] = set()  # ranks but shard 0 that are told then that they wait for others
+        self._news: m.Queued | None = None  # news for all ranks but shard 0, with the next beat
+        self._early: set[int] = set()  # ranks but shard 0 that hear with the next beat that they wait for others
         self._told: dict[str, set[int]] = {"Ready": set(), "CaughtUp": set(), "Finished": set()}
         self.ready = False  # the scripts of all ranks are ready
-        self._loops: dict[int, int] = {}  # in which step loop each of them waits to join
+        self._loops: dict[int, int] = {}  # by rank: the step loop in which it waits to join
         self._behind = 0  # loops before this one are over
         self.caught_up = False  # all ranks hold the state of all members
         self.finished = False
         self.leaving = False
         self._dismissed = False
-        self._lost = False  # one of its ranks is
+        self._lost = False  # a rank of this replica is lost
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 

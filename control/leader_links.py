@@ -15,8 +15,8 @@ class LeaderLink:
     step: int
     epoch: int
     loop: int  # the step loop that the replica has come to, or waits in to join; 0: none
-    mute: str = ""  # what a rank of it does that lives and does not speak
-    divided: str = ""  # which of its ranks the leader does not hear
+    mute: str = ""  # what a rank does that lives and does not speak; "" if all speak
+    divided: str = ""  # the ranks that the leader does not hear, as it says; "": none
     since: float = 0.0  # when the leader began to say so
     acknowledged: float = float("-inf")  # when the kernel at the other end answered last, over this connection
 
@@ -25,7 +25,7 @@ class LeaderLinks(collections.UserDict[Conn, LeaderLink]):
     """All connections; a replica has one at most."""
 
     def __init__(self) -> None:
-        self._conns: dict[int, Conn] = {}  # by replica
+        self._conns: dict[int, Conn] = {}  # the connection of each replica's leader
         super().__init__()
 
     def __setitem__(self, conn: Conn, link: LeaderLink) -> None:

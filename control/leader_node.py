@@ -44,10 +44,10 @@ class LeaderNode:
         self._outbox = Outbox()
         self._ran = RunningTime()
         self._heard = False  # the coordinator has spoken since the last tick
-        self._heard_at = 0.0  # in `_ran`, when it last did
-        self._waits = m.BoundaryWaits()  # as shard 0 was told
+        self._heard_at = 0.0  # when the coordinator has spoken last, in seconds of `_ran`
+        self._waits = m.BoundaryWaits()  # the waits at the boundary, as shard 0 was told
         self._told_finished = False
-        self._news: m.Queued | None = None  # of a connection to the coordinator that is down
+        self._news: m.Queued | None = None  # the news that the connection to the coordinator is down
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 

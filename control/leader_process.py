@@ -47,8 +47,8 @@ class LeaderConfig(msgspec.Struct, frozen=True):
     """All that a leader has to know."""
 
     rank: NamedRank  # shard 0
-    pid: int  # its process
-    started: float  # when that has started, in s since this host has
+    pid: int  # the process of shard 0
+    started: float  # when that process has started, in s since this host has
     ranks: int
     coordinator: tuple[str, int]
     token: str
@@ -57,7 +57,7 @@ class LeaderConfig(msgspec.Struct, frozen=True):
     timeouts: Timeouts
     host: str  # the address of this host
     processes: str  # `Address.processes` of shard 0
-    level: int  # of the log
+    level: int  # the level of the log
     life: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))  # the incarnation of the replica
 
     @property

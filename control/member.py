@@ -39,18 +39,18 @@ class Machine:
         self.replica = replica
         self.incarnation = ""  # the leader tells it
         self.phase = Phase.JOINING
-        self.view: View | None = None  # in force, or being installed during a change
+        self.view: View | None = None  # the view in force, or the one that is being installed
         self.preview: View | None = None  # the members and this replica, as a running job first told them
         self.ran = False  # this rank has exchanged in some view
-        self._came_in = 0  # the epoch of the first one
+        self._came_in = 0  # the epoch of the first view that it has exchanged in
         self.step = -1  # the newest boundary that was passed
         self.loop = 0  # the step loop of the last boundary that the user's code came to
         self._loop_began = 0  # the first boundary of that loop
-        self._told_loop = 0  # as the leader was told at a boundary
+        self._told_loop = 0  # the step loop that the leader was told at a boundary
         self.loop_of_job = 0  # the step loop of the members, as a joiner was told
         self._promise: m.Prepare | None = None  # what this rank is bound to
         self._standing: int | None = None  # step of the boundary that the user's code waits at
-        self._asked: int | None = None  # proposal
+        self._asked: int | None = None  # the proposal of which the leader was asked
         self._mine: m.Progress | None = None  # known since this rank has quiesced
         self._theirs: dict[int, dict[int, m.Progress]] = {}  # epoch -> replica -> progress
 

@@ -88,34 +88,34 @@ class RankNode:
         self._hello = m.Hello(shard, address, replicas=replicas)
         self._up = False
         self._outbox = Outbox()
-        self._severed: dict[int, tuple[m.Severed, float]] = {}  # by replica; with the time of the last report
-        self._peers: set[Life] = set()  # those that this rank listens to
-        self._silent: dict[Life, float] = {}  # the last complaint of each
-        self._beats = timeouts.beats(ranks) if shard else 1  # between two signs of life to the leader
+        self._severed: dict[int, tuple[m.Severed, float]] = {}  # by replica: what ended, and when it was reported last
+        self._peers: set[Life] = set()  # lives that this rank listens to
+        self._silent: dict[Life, float] = {}  # by life: when it was complained of last
+        self._beats = timeouts.beats(ranks) if shard else 1  # beats between two signs of life to the leader
         # So long that the leader of a rank that is missed here, which misses it too, has said so before that counts.
         self._detector: Detector[Life] = Detector(self._beats * timeouts.unheard + (self._beats - 1) * timeouts.beat)
         self._beat = 0  # beats so far
         self._above: Detector[str] = Detector(self._beats * timeouts.unheard)  # the leader
-        self.cut_off = False  # the host agent does not reach it, and is no sign of it
-        self._from_above = False  # it has spoken since the last beat
-        self._answers_above = False  # its kernel has answered the host agent, which does not reach it
-        self._up_refused = False  # its port refuses
+        self.cut_off = False  # the host agent does not reach the leader, and is no sign of it
+        self._from_above = False  # the leader has spoken since the last beat
+        self._answers_above = False  # the leader's kernel has answered the host agent, which does not reach it
+        self._up_refused = False  # the leader's port refuses
         self._leaderless = False  # neither the leader nor its kernel is heard; it may live
         self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
         self._boundary_waits = m.BoundaryWaits()  # for whom the leader waits, as it tells shard 0
-        self._all_finished = False  # and that all ranks have finished
+        self._all_finished = False  # the leader has told shard 0 that all ranks have finished
         self._from_leaders: dict[int, list[m.Boundary]] = {}  # in shard 0: what they have said, by replica
         self._dials = FailedDials(timeouts.op)
         self._short = False  # this process lacks what it needs to reach members
         self._unreachable: set[int] = set()  # replicas whose memory this rank fails to reach
         self._reaching: tuple[int, ...] = ()  # replicas whose memory it is about to reach
         self._ran = RunningTime()
-        self._passed = 0.0  # s of it between the last two beats
-        self._heard_coordinator = 0.0  # in `_ran`, when this replica last did
-        self._unheard = False  # that is too long ago
+        self._passed = 0.0  # s of `_ran` between the last two beats
+        self._heard_coordinator = 0.0  # when this replica has heard the coordinator last, in seconds of `_ran`
+        self._unheard = False  # the coordinator was not heard for too long
         # The lives that a change of view, or a boundary, waits for: since when, in `_ran`. It goes on in the next view.
         self._since: dict[Life, float] = {}
-        self._at_boundary: dict[Life, float] = {}  # the same, until the boundary is passed
+        self._at_boundary: dict[Life, float] = {}  # since when a boundary waits for a life, until it is passed
         self._said = float("-inf")
 
     # -- connections ---------------------------------------------------------------------------------------------
