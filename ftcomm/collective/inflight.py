@@ -20,7 +20,7 @@ OpT = TypeVar("OpT", bound=Operation)
 class Resumed(NamedTuple):
     """The work that a view change has left to do at this member."""
 
-    ops: int  # in flight
+    ops: int  # ops in flight
     copied: int  # chunks that it gets from a member that holds them FINAL
     reduced: int  # chunks that are reduced again
     again: int = 0  # chunks that it had posted before and may post again; not counted of scheduled ops

@@ -183,7 +183,7 @@ class Pipeline:
         self.posted = self.arrived = self.taken = 0
         self.stepped = 0  # every task before it is known to have no step left: `to_step` begins there
         self.unposted: deque[Operation] = deque()  # ops with tasks to post
-        self.course: Course  # of the first of them, once it has posted a task
+        self.course: Course  # the course of the first of `unposted`, once it has posted a task
         self.peers = others = tuple(peers[m] for m in view.members if m != view.me)
         self._straight_from, self._delivered = straight_from, delivered
         # In a ring a member needs connections only to its neighbours, and hears of the others from the left.

@@ -77,7 +77,7 @@ class Stream:
             compares=on_divergence is not None,
         )
         self.publisher = self.publisher_type(pipeline, segment, readers, on_lost, compares=on_divergence is not None)
-        self._undialled: list[Peer] = []  # those that no thread could be had for
+        self._undialled: list[Peer] = []  # peers to dial, for which no thread could be had
         self.checksums: Checksums | None = None
         self.fast_path: FastPath | None = None
         if on_divergence is not None:

@@ -46,8 +46,8 @@ class TreeBranch(NamedTuple):
     """The place of a member in the tree."""
 
     parent: int  # -1: it is the top
-    leaves: tuple[int, ...]  # its children that have none
-    tops: tuple[int, ...]  # its children that have some
+    leaves: tuple[int, ...]  # its children that have no children
+    tops: tuple[int, ...]  # its children that have children
     below: tuple[int, ...]  # all members of its subtree, itself the first
 
     @property

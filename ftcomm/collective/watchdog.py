@@ -95,7 +95,7 @@ class Watchdog:
         self.wait: tuple[float, Stall] | None = None
         self._deadlines = AdaptiveTimeouts(floor, ceiling)
         self._ran = RunningTime()
-        self._since = self._report_at = 0.0  # in `_ran`: when the wait began, and when it may be reported again
+        self._since = self._report_at = 0.0  # seconds of `_ran` at which the wait began, and may be reported again
         self._limit = 0.0  # s that the wait may take
         # Waits that go on from before: when, in `_ran`, each began, and how far the replica had come in this view.
         self._before: dict[int, tuple[float, int]] = {}
@@ -104,11 +104,11 @@ class Watchdog:
         self.stalled_seconds = 0.0  # s of waits that were reported, or that only a view change has ended
         self._reported: float | None = None  # when the reported wait began
         self._eventful = False  # `_before`, `_handed` or `_reported` may be set, so that `returns` looks at one thing
-        self.changes = 0  # of the view of the job, how often one has begun
-        self._known = 0  # of these
-        self.away = 0.0  # s without a coordinator, of all, that do not count in waits
-        self._away = 0.0  # of these, those that are in `renewed`
-        self.renewed = 0.0  # in `_ran`: when the last of the `changes` was noticed, later by what of `away` came since
+        self.changes = 0  # how many changes of the job's view have begun
+        self._known = 0  # how many of these changes were noticed here
+        self.away = 0.0  # s without a coordinator, which do not count in waits
+        self._away = 0.0  # s of `away` that are in `renewed`
+        self.renewed = 0.0  # seconds of `_ran` when the last change was noticed, plus what came to `away` since
         self.began = 0.0  # when the first op in flight became the first
         self._steady = 0  # the first op that has seen no view change
 

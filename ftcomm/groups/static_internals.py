@@ -115,7 +115,7 @@ class StaticGroupInternals:
         )
         self._events: Arrivals | None = queue.SimpleQueue()  # while we meet
         self._closed = False
-        self._ran = RunningTime(DOUBT / 10)  # of the thread of the pairs
+        self._ran = RunningTime(DOUBT / 10)  # the seconds in which the thread of the pairs has run
         self._stalls = StallLog()
         mutexes = [self._segment.address + 8 * mutex(reader) for reader in range(min(MUTEXES, len(infos)))]
         self._pairs = Pairs(
@@ -236,7 +236,7 @@ class StaticGroupInternals:
     def _meets(self, call: GroupConnection) -> bool:
         with self._lock:
             if self._events is None:
-                return False  # of the next group of this name
+                return False  # it is of the next group of this name
             self._events.put(call)
         return True
 

@@ -211,13 +211,13 @@ class Pairs:
         self._name = name
         self._on_said, self._on_end, self._settle = on_said, on_end, settle
         self._on_start, self._on_stop, self._on_broken = on_start, on_stop, on_broken
-        self._selector = selectors.PollSelector()  # which has no descriptor of its own
+        self._selector = selectors.PollSelector()  # poll(2) needs no descriptor of its own
         self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
         self._selector.register(self._near, selectors.EVENT_READ)
         self._socks: dict[int, Connection] = {}
-        self._heard: dict[int, bytearray] = {}  # of a frame that is not whole yet
-        self._parted: set[int] = set()  # have said that they end
+        self._heard: dict[int, bytearray] = {}  # the bytes of a frame that is not whole yet
+        self._parted: set[int] = set()  # members that have said that they end
         self._lock = threading.Lock()  # guards what follows; never held across a wait
         self._new: dict[int, Connection] = {}
         self._asides: list[tuple[int, bytes]] = []  # what we say before

@@ -133,8 +133,8 @@ class SubgroupInternals:
         )
         self.exchange = communicator.exchange
         self._membership = DerivedMembership(group.replica, replicas, communicator.here, settings.timeouts, made)
-        self._changed = threading.Condition(self._lock)  # of the membership, and the error
-        self._leaves = False  # this member closes it
+        self._changed = threading.Condition(self._lock)  # told of changes of the membership, and of the error
+        self._leaves = False  # this member closes the group
         self._waiting = 0  # threads of the user that wait for a view
         self._ended: dict[int, tuple[int, str]] = {}  # in which epoch the connection with a member has ended, and why
         # The thread alone uses the rest.

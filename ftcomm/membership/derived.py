@@ -128,10 +128,10 @@ class DerivedMembership:
         self.epoch = 0  # the epoch that the exchange runs in
         self.view: View | None = None  # the job's newest view, restricted; entered, or about to be
         self._here, self._timeouts = here, timeouts
-        self._account: SubgroupProgress | None = None  # for the newest epoch for which the exchange has stopped
+        self._account: SubgroupProgress | None = None  # what it tells for the newest epoch for which it has stopped
         self._calls: dict[int, GroupConnection] = {}  # calls of members that are ahead
         self._known: dict[int, tuple[str, str]] = {}  # replica -> its incarnation, and the nonce of its segment
-        self._accounts: dict[int, SubgroupProgress] = {}  # those of the others, for the epoch of `view`
+        self._accounts: dict[int, SubgroupProgress] = {}  # what the others have told for the epoch of `view`
         self._reaching: set[int] = set()  # members whose segments are to be reached
         self._reached: set[int] = set()  # members whose segments are reached
         self._entered_by: set[int] = set()  # members that have said that they run in `view`

@@ -117,8 +117,8 @@ class StaticMembership:
         self.error: BaseException | None = None  # why no op can succeed any more; None while all is well
         self.is_over = False  # nothing is left to be ended
         self._name, self._names, self._replicas = name, tuple(names), tuple(replicas)
-        self._addresses = {me: hello.address}  # of those that have come
-        self._incarnations: dict[int, str] = {}  # of the ranks, as the first view that had them has said
+        self._addresses = {me: hello.address}  # the addresses of members that have come
+        self._incarnations: dict[int, str] = {}  # by rank: as the first view that had it has said
         self._left: dict[int, int] = {}  # ranks that have closed the group -> how many ops they have taken
         self._doubts: dict[int, str] = {}  # connections that ended, and what is known of it
         self._doubted: dict[int, float] = {}  # when a doubt was seen first, in the time of `look`

@@ -110,9 +110,9 @@ class JobProgressEngine(ProgressEngine):
     ) -> None:
         super().__init__(rank_name(replica, shard), self._dial_replica, lambda peer: f"replica {peer}", slots)
         self._replica, self._to_replica = replica, dial
-        self._incarnations: dict[int, str] = {}  # of the members of the newest view
+        self._incarnations: dict[int, str] = {}  # the incarnations of the members of the newest view
         self._epoch = 0  # the epoch of that view
-        self._gone: dict[str, int] = {}  # of former members -> epoch of the view without them
+        self._gone: dict[str, int] = {}  # incarnation of a former member -> epoch of the view without it
 
     def forget(self) -> None:
         super().forget()
@@ -145,7 +145,7 @@ class Messages:
     """`send` and `recv` of a group. Every rank is a position in `roster`. Thread-safe."""
 
     roster: tuple[int, ...]  # the members' numbers in rank order; changes only at step boundaries
-    name: str = ""  # of the group, also in recordings
+    name: str = ""  # the name of the group, also in recordings
 
     def __init__(self, name: str, me: int, p2p: ProgressEngine) -> None:
         """`me`: the number of this member."""

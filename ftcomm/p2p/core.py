@@ -110,7 +110,7 @@ class MessageCore:
 
     def __init__(self, owner: str, name: Callable[[int], str], slots: Slots | None = None) -> None:
         self.name, self.slots = name, slots
-        self.error: BaseException | None = None  # of every message, from now on
+        self.error: BaseException | None = None  # every message fails with it from now on
         self.matching: Matching[RecvRequest] = Matching()
         self.senders: dict[int, SendChannel] = {}
         self.receivers: dict[int, RecvChannel] = {}

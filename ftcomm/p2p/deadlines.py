@@ -17,7 +17,7 @@ class MessageDeadlines:
 
     def __init__(self) -> None:
         self.ran = RunningTime()
-        self.heap: list[tuple[float, int, MessageRequest]] = []  # of times in `ran`
+        self.heap: list[tuple[float, int, MessageRequest]] = []  # (deadline in seconds of `ran`, order, message)
         self._many = MANY
         self._order = itertools.count()
 

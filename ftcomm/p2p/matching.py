@@ -41,9 +41,9 @@ class Matching(Generic[W]):
     """Receives without an arrival, and arrivals without a receive. One sender and tag never have both."""
 
     def __init__(self) -> None:
-        self._wants: defaultdict[int, deque[W]] = defaultdict(deque)  # by tag, the oldest first
+        self._wants: defaultdict[int, deque[W]] = defaultdict(deque)  # receives by tag, the oldest first
         self._unexpected: defaultdict[int, deque[Unexpected]] = defaultdict(deque)
-        self._counts: defaultdict[int, int] = defaultdict(int)  # by source
+        self._counts: defaultdict[int, int] = defaultdict(int)  # arrivals by source
         self._bytes: defaultdict[int, int] = defaultdict(int)
 
     def want(self, want: W) -> Unexpected | None:

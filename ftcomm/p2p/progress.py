@@ -82,7 +82,7 @@ class ProgressEngine:
         self._core = MessageCore(owner, name, slots)
         self._wires: dict[MessageChannel, MessageWire] = {}
         self._deadlines = MessageDeadlines()
-        self._stale: list[tuple[MessageChannel, str]] = []  # to be hung up by the thread, which may be reading
+        self._stale: list[tuple[MessageChannel, str]] = []  # channels that the thread is to hang up: it may read them
         self._thread: threading.Thread | None = None
         self._bell = -1
         self._selector: selectors.BaseSelector | None = None
