@@ -122,13 +122,13 @@ class Group(Calls):
             settings.shard,
             communicator,
             p2p,
-            dial=lambda there, fields: self._control.dial_address(there, PURPOSE, fields),
+            dial=lambda there, fields: self._control_thread.dial_address(there, PURPOSE, fields),
             on_view=self._entered,
             on_failed=self._ended,
         )
         self._subgroups: tuple[Subgroup, ...] = ()  # replaced as a whole, so that any thread may read it
         self._replacing = threading.Lock()  # guards that; never held during a wait
-        self._control = ControlThread(
+        self._control_thread = ControlThread(
             data_plane,
             coordinator=coordinator,
             credentials=mine,
@@ -144,10 +144,10 @@ class Group(Calls):
             host_agent=_host_agent(settings),
             on_start=self._alive,
         )
-        self._router = ConnectionRouter(self._control)
+        self._router = ConnectionRouter(self._control_thread)
         communicator.open(self._router, data_plane)
         self.internals = Internals(
-            self._control,
+            self._control_thread,
             port,
             self._router,
             self._exchange,
@@ -170,9 +170,9 @@ class Group(Calls):
     def _join(self) -> None:
         self._engine.warm()
         try:
-            self._control.start()
+            self._control_thread.start()
             with self._recorder.phase(PhaseKind.JOIN):
-                runs = self._control.register(self.settings.init_timeout)
+                runs = self._control_thread.register(self.settings.init_timeout)
         except JoinError as error:
             self._close(False, str(error))
             raise self._not_joined(error) from None
@@ -276,7 +276,7 @@ class Group(Calls):
     @property
     def view(self) -> View:
         """The view in force; before `ready` in a replica that joins a running job, the view that it may get."""
-        view = self._view or self._control.preview
+        view = self._view or self._control_thread.preview
         assert view is not None
         return view
 
@@ -323,7 +323,7 @@ class Group(Calls):
             view, loop = None, 0
             while view is None and not loop:  # outside of a step loop none can be over
                 loop = self.internals.loop if self.internals.step_loop is not None else 0
-                view = self._control.enter(self.settings.init_timeout, loop)
+                view = self._control_thread.enter(self.settings.init_timeout, loop)
         except Gone as error:
             raise removed_error(self._named(), str(error), error.ending) from None
         except JoinError as error:
@@ -331,10 +331,10 @@ class Group(Calls):
         if view is None:
             return
         with self._entering:
-            if not self._runs and not self._control.left:
+            if not self._runs and not self._control_thread.left:
                 self._begin(view)
                 self._say_where()
-            self._runs, self.drained = not self._control.left, self._control.left
+            self._runs, self.drained = not self._control_thread.left, self._control_thread.left
         if self._runs:
             for subgroup in self._subgroups:
                 subgroup.internals.follow(view, self.settings.timeouts.give_up)
@@ -359,7 +359,7 @@ class Group(Calls):
             for exchange in self._exchanges():
                 exchange.wait_all(timeout)
             with PhaseWait(PhaseKind.STAND, number=step) as wait:
-                view = self._control.boundary(step, timeout, self.internals.loop, wait.look)
+                view = self._control_thread.boundary(step, timeout, self.internals.loop, wait.look)
             for exchange in self._exchanges():
                 exchange.common(reset=True)
         except Gone as error:
@@ -370,7 +370,7 @@ class Group(Calls):
         self._turn.agree()
         self._loop, self._stamp = get_ident(), stamp_of(step)
         self.internals.outside = False
-        self.drained = self._control.left
+        self.drained = self._control_thread.left
         if not self.drained:
             self._use(self._exchange.pass_boundary(step, self.settings.timeouts.give_up))
             for subgroup in self._subgroups:
@@ -417,7 +417,7 @@ class Group(Calls):
         """Ask to leave at one of the next boundaries, where `drained` becomes True, also in `ready`. Does not block.
         Any thread."""
         own_process()
-        self._control.tell(m.Leave())
+        self._control_thread.tell(m.Leave())
 
     def report(self, **fields: str | int | float | bool | None) -> None:
         """Write numbers and words about this rank's training to the event log of the job (step, loss, ...). Does not
@@ -428,7 +428,7 @@ class Group(Calls):
         """Write an event of a kind of its own, as `report` writes numbers. Raises `ValueError` for a kind of the
         coordinator or of a launcher."""
         own_process()
-        self._control.tell(m.Report(kind, {"shard": self.shard, **fields}))
+        self._control_thread.tell(m.Report(kind, {"shard": self.shard, **fields}))
 
     # -- subgroups and the end -----------------------------------------------------------------------------------
 
@@ -453,7 +453,7 @@ class Group(Calls):
             self,
             name,
             replicas,
-            dial=self._control.dial_address,
+            dial=self._control_thread.dial_address,
             on_stall=self._subgroup_stalled,
             on_lost=self._lost,
             on_failed=self._failed,
@@ -491,12 +491,13 @@ class Group(Calls):
 
             close_all(self._subgroups)
         self._p2p.close(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any send"))
-        if finished and self._control.view is not None:
-            self._control.finish(ACK if self.drained else FINISH)  # a replica that has left said so at the boundary
+        if finished and self._control_thread.view is not None:
+            # A replica that has left said so at the boundary.
+            self._control_thread.finish(ACK if self.drained else FINISH)
         elif not finished:
-            self._control.tell(m.Report("gives_up", {"shard": self.shard}))
-            self._control.give_up(failure, script)
-        self._control.stop()
+            self._control_thread.tell(m.Report("gives_up", {"shard": self.shard}))
+            self._control_thread.give_up(failure, script)
+        self._control_thread.stop()
         self._router.close()
         self._communicator.fail(
             FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op")
@@ -515,7 +516,7 @@ class Group(Calls):
         hold(*(self._segment.address + 8 * mutex(reader) for reader in range(MUTEXES)))
 
     def _dial_p2p(self, replica: int, incarnation: str, epoch: int) -> Channel:
-        return self._control.dial(replica, PURPOSE, self._communicator.fields(P2P, incarnation, epoch))
+        return self._control_thread.dial(replica, PURPOSE, self._communicator.fields(P2P, incarnation, epoch))
 
     def _entered(self, view: View) -> None:
         """Enter `view`, before any op runs in it: after an op, `epoch` and `members` are those that it ran in."""
@@ -524,7 +525,7 @@ class Group(Calls):
 
     def _failed(self, error: BaseException) -> None:
         """Note that an exchange of this rank cannot go on."""
-        self._control.failed(str(error))
+        self._control_thread.failed(str(error))
 
     def _ended(self, error: FtcommError) -> None:
         for subgroup in self._subgroups:
@@ -536,7 +537,7 @@ class Group(Calls):
         """Report the stall of a subgroup. A rank has one stall at a time for the coordinator: that of this group comes
         first."""
         if self._exchange.waiting(0) is None:
-            self._control.stalled(*stall)
+            self._control_thread.stalled(*stall)
 
     def _died(self, replica: int, epoch: int) -> None:
         """Report a member of this host whose control thread has ended: with its process, or since it has left."""
@@ -544,10 +545,10 @@ class Group(Calls):
         which = "its process" if self.shards == 1 else f"the process of its shard {self.shard}"
         left = member is not None and liveness.runs(member.ranks[self.shard])
         why = f"{which} runs, and takes no part in the job any more" if left else f"{which} died"
-        self._control.suspect(replica, epoch, why, proof=True)
+        self._control_thread.suspect(replica, epoch, why, proof=True)
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
-        self._control.severed(replica, epoch, reason)
+        self._control_thread.severed(replica, epoch, reason)
 
     def _diverged(self, divergence: Divergence) -> None:
         log.warning("%s: %s", rank_name(self.replica, self.shard), divergence)
@@ -561,7 +562,7 @@ class Group(Calls):
             who = rank_name(self.replica, self.shard)
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
             self.emit("stalled", epoch=stall.epoch, op=stall.op, waiting=waiting)
-        self._control.stalled(*stall)
+        self._control_thread.stalled(*stall)
 
 
 def _owner(settings: Settings) -> Owner:

@@ -76,7 +76,7 @@ class Internals:
 
     def __init__(
         self,
-        control: ControlThread,
+        control_thread: ControlThread,
         port: int,
         router: ConnectionRouter,
         exchange: Any,
@@ -90,12 +90,12 @@ class Internals:
         join: Callable[[], None],
         end_as: Callable[[ScriptEnd], None],
     ) -> None:
-        self._control, self._view = control, view
+        self._control_thread, self._view = control_thread, view
         self.port, self.router, self.exchange, self.op_timeout = port, router, exchange, op_timeout
         self.may_call, self.when, self.stalled_seconds = may_call, when, stalled_seconds
         self.next_boundary, self.join, self.end_as = next_boundary, join, end_as
         # Until the script comes to such an exchange.
-        control.serve(INTRA_REPLICA, lambda channel, fields: channel.close())
+        control_thread.serve(INTRA_REPLICA, lambda channel, fields: channel.close())
         self.catching_up = self.outside = False
         self.lag = self.loop = self.intra_replica_exchanges = 0
         self.step_loop: OpenLoop | None = None
@@ -106,30 +106,30 @@ class Internals:
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand every incoming connection of `purpose` to `handler(channel, fields)`, in a thread of its own."""
-        self._control.serve(purpose, handler)
+        self._control_thread.serve(purpose, handler)
 
     def dial(self, replica: int, purpose: str, fields: handshake.Fields) -> Channel:
         """Returns an authenticated blocking connection to this rank of another replica, which hands it to the handler
         of `purpose`. Waits for as long as an op may for a process whose kernel answers. Raises `TransportError`."""
         try:
-            return self._control.dial(replica, purpose, fields)
+            return self._control_thread.dial(replica, purpose, fields)
         except OSError as error:
             raise TransportError(f"replica {replica} cannot be reached for {purpose!r}: {error}") from error
 
     def dial_rank(self, replica: int, shard: int, purpose: str, fields: handshake.Fields, timeout: float) -> Channel:
         """Returns an authenticated blocking connection to any rank of the view in force. Raises `OSError`."""
         there = self.address_of(replica, shard, timeout)
-        return self._control.dial_address(there, purpose, fields, timeout)
+        return self._control_thread.dial_address(there, purpose, fields, timeout)
 
     def address_of(self, replica: int, shard: int, timeout: float) -> Address:
         """Returns where any rank of the view in force is reached. Blocks for up to `timeout` seconds. Raises
         `OSError`."""
-        return self._control.address_of(self._view(), replica, shard, timeout)
+        return self._control_thread.address_of(self._view(), replica, shard, timeout)
 
     @property
     def loop_of_job(self) -> int:
         """The step loop that the others are in, as a replica that joins them was told last."""
-        return self._control.loop_of_job
+        return self._control_thread.loop_of_job
 
     @property
     def behind(self) -> bool:
@@ -142,4 +142,4 @@ class Internals:
         on."""
         own_process()
         self.catching_up = False
-        self._control.tell(m.CaughtUp(step))
+        self._control_thread.tell(m.CaughtUp(step))

@@ -120,5 +120,5 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
 
 
 def _has_promised(group: Group, step: int) -> bool:
-    promise = group._control._node.machine._promise
+    promise = group._control_thread._node.machine._promise
     return promise is not None and promise.step <= step

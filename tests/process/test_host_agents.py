@@ -33,7 +33,7 @@ FIRST = 4  # the rank beside which the agent is
 
 def with_agents(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """An all-reduce a step. The first rank of a host says who its agent is."""
-    control = group._control
+    control = group._control_thread
     if group.shard == FIRST < group.shards - 1 and group.settings.host_agent:
         end = time.monotonic() + DEADLINE
         while not control.host_agent_pid:
@@ -44,7 +44,7 @@ def with_agents(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
 
 
 def says_its_agent(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    notes.write(kind="host agent", pid=group._control.host_agent_pid)
+    notes.write(kind="host agent", pid=group._control_thread.host_agent_pid)
     reduce_forever(group, notes, arguments)
 
 

@@ -35,7 +35,7 @@ VICTIM = 1  # the replica whose leader or rank 0 it is
 
 def led(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """An all-reduce a step. Rank 0 says who its leader is."""
-    control = group._control
+    control = group._control_thread
     while group.shard == 0 < group.shards - 1 and not control.leader_pid:
         time.sleep(0.001)
     notes.write(kind="leader", pid=control.leader_pid, here=os.getpid())

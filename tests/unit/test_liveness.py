@@ -107,7 +107,7 @@ def test_a_member_that_has_left_is_not_said_to_have_died(shards: int) -> None:
     told: list[str] = []
     group = object.__new__(ftcomm.Group)
     group.shard, group.shards = 0, shards
-    group._control = types.SimpleNamespace(  # type: ignore[assignment]
+    group._control_thread = types.SimpleNamespace(  # type: ignore[assignment]
         suspect=lambda replica, epoch, reason, proof: told.append(reason)
     )
     child = subprocess.Popen(["true"])

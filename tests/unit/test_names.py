@@ -22,7 +22,7 @@ from tests.rigs.sources import FOLDERS, ROOT, files, parsed
 _GONE = """
     beast beside bury crowd diary doze expel expelled expels express forgives gambler givers hearsay impatient
     insides keeper knock knocks likeness lobby neighbours nudge parcel parcels pardon patience patient patiently
-    poke pulse reckon seat seats spare spared switchboard urgent wound wounds yardstick
+    poke pulse reckon seat seats sought spare spared switchboard urgent wound wounds yardstick
 """
 GONE = frozenset(_GONE.split())
 # How a docstring does not begin: it says what something is or does, not of what, by whom or when, and of what it speaks
