@@ -109,11 +109,12 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
         def torn_bind(self: Pipeline, slot: Slot, *rest: Any) -> None:
             bind(self, slot, *rest)
             views = slot.views
-            if not hasattr(views, "mine" if place == "copy" else "reduced") or not now():
+            if not getattr(views, "staged" if place == "copy" else "reduced", ()) or not now():
                 return
             slot.course = None  # the next task of this slot gets whole ones
             if place == "copy":
-                slot.views = views._replace(mine=TornArray(views.mine, stop))
+                (part, there), *others = views.staged
+                slot.views = views._replace(staged=[(part, TornArray(there, stop)), *others])
             else:
                 slot.views = views._replace(reduced=TornList(views.reduced, stop))
 
