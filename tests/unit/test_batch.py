@@ -12,7 +12,7 @@ from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
 from ftcomm.errors import LostError, MismatchError
 from ftcomm.kernels.host.reduce import Reducer
-from ftcomm.transport.segment import POSTED, Segment
+from ftcomm.transport.segment import CHUNK, POSTED, SLOTS, Segment
 
 ROSTER = (0, 1, 2)
 
@@ -70,6 +70,24 @@ def test_the_own_input_is_put_by_when_it_would_be_overwritten() -> None:
         segments[m].carve(POSTED, 0, at, 4, x.dtype)[...] = value
     ScheduledBatches(view, segments, Reducer()).unpack(op, batch, 0)
     assert x[8:].tolist() == [2.0**-30, 1.0, 2.0, 3.0]  # 1 - 1 + own; any other order would lose the first
+
+
+def test_room_for_the_own_input_is_made_before_a_task_is_posted() -> None:
+    segment = Segment(chunks=0)
+    plan = schedule.reduce_scatter(1024, ROSTER, 2, True, CHUNK, 4)
+    x = np.ones(3072, np.float32)
+    op = ScheduledOperation(plan, x, x, "float32", "sum", 1024, 4)
+    view = GroupView(1, 2, ROSTER, frozenset(ROSTER))
+    op.enter(view)
+    (batch,) = op.tasks
+    carrier = ScheduledBatches(view, {0: Segment(), 1: Segment(), 2: segment}, Reducer())
+    for slot in range(SLOTS):
+        before = segment._lacking.count(0)
+        carrier.pack(op, batch, slot)
+        packed = segment._lacking.count(0)
+        carrier.unpack(op, batch, slot)
+        assert before < packed == segment._lacking.count(0)
+        op.finals[2] = None
 
 
 def test_an_op_that_failed_elsewhere_fails_with_that_error() -> None:

@@ -50,10 +50,14 @@ class ScheduledBatches(Algorithm):
         return start * batch.itemsize, stop * batch.itemsize
 
     def pack(self, op: ScheduledOperation, batch: Batch, chunk: int) -> None:
-        """Stage this member's parts: FINAL ones from the result, others from the caller's input."""
+        """Stage this member's parts: FINAL ones from the result, others from the caller's input. Make room for what
+        `unpack` puts by, too: once this task is posted, a lack of memory would come too late."""
         me, parts, finals = self.me, op.schedule.parts, op.finals
+        puts_by = self._puts_by(op)
         for number, holder, _, takers, at, size in batch.moves:
             if not (holder == me or (holder == REDUCE and self.contributes)) or takers == (me,):
+                if puts_by and holder == REDUCE:
+                    self._staged(op, me, chunk, at, size)
                 continue
             array, begin = (op.array, parts[number].dest) if finals[number] else (op.source, parts[number].source)
             self._staged(op, me, chunk, at, size)[...] = array[begin : begin + size]
@@ -78,16 +82,20 @@ class ScheduledBatches(Algorithm):
             finals[number] = contributors or (holder,)
 
     def _reduce(self, op: ScheduledOperation, part: Part, chunk: int, at: int, here: Array) -> None:
-        """Reduce for this member alone, so that its own input is read where it lies. If it is in place, it has to be
-        one of the first two that are summed, see `ftcomm.kernels.host.reduce`; otherwise it is staged first."""
+        """Reduce for this member alone, so that its own input is read where it lies, or put by first."""
         me, contributors = self.me, self.contributors
         mine = op.source[part.source : part.source + part.size]
-        if op.source is op.array and me in contributors[2:]:
+        if self._puts_by(op):
             staged = self._staged(op, me, chunk, at, part.size)
             staged[...] = mine
             mine = staged
         sources = [mine if m == me else self._staged(op, m, chunk, at, part.size) for m in contributors]
         self.reducer.get(op.dtype, op.op)([operand(op.dtype, x) for x in sources], operand(op.dtype, here))
+
+    def _puts_by(self, op: ScheduledOperation) -> bool:
+        """Whether what is reduced for this member alone would overwrite its own input. In place that has to be one of
+        the first two that are summed, see `ftcomm.kernels.host.reduce`; otherwise it is staged first."""
+        return op.source is op.array and self.me in self.contributors[2:]
 
     def _staged(self, op: ScheduledOperation, member: int, chunk: int, at: int, size: int) -> Array:
         return self.memories[member].carve(POSTED, chunk, at, size, op.array.dtype)
